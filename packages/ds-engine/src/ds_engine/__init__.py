@@ -1,0 +1,23 @@
+"""ds-engine: the training engine. `initialize(...)` is where to start."""
+
+from ds_engine.batch import BatchSizes
+from ds_engine.config import Config
+from ds_engine.dataloader import DistributedLoader, RepeatingLoader
+from ds_engine.engine import Engine
+from ds_engine.errors import ConfigError, EngineError
+from ds_engine.events import Event, Events
+from ds_engine.initialize import add_config_arguments, initialize
+
+__all__ = [
+    "BatchSizes",
+    "Config",
+    "ConfigError",
+    "DistributedLoader",
+    "Engine",
+    "EngineError",
+    "Event",
+    "Events",
+    "RepeatingLoader",
+    "add_config_arguments",
+    "initialize",
+]

@@ -1,0 +1,48 @@
+"""ds-zero: optimizer states, gradients and parameters shared out over data-parallel ranks."""
+
+from ds_zero.config import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from ds_zero.errors import ZeroError
+from ds_zero.layout import Cut, GroupLayout, ParameterInfo, Slot, plan_groups
+from ds_zero.policy import ShardPolicy
+from ds_zero.sharded_optimizer import ShardedOptimizer, StepReport
+from ds_zero.state_access import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+
+__all__ = [
+    "Cut",
+    "GroupLayout",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "ParameterInfo",
+    "ShardPolicy",
+    "ShardedOptimizer",
+    "Slot",
+    "StepReport",
+    "ZeroConfig",
+    "ZeroError",
+    "plan_groups",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]

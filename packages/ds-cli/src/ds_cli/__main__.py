@@ -1,0 +1,7 @@
+"""`python -m ds_cli` is `ds`."""
+
+from __future__ import annotations
+
+from ds_cli.main import app
+
+app()

@@ -1,0 +1,1 @@
+"""One file a command. Each has `register(app)`, which adds the command to a Typer application."""

@@ -1,0 +1,240 @@
+"""Config: everything an engine is told, parsed once and checked as a whole.
+
+Each package owns the model of its own section; here is one field a section, and the rules that cross
+sections. Keys and defaults follow DeepSpeed's configuration reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from ds_comm import CommsLoggerConfig
+from ds_zero import ZeroConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_engine.batch import BatchSizes
+from ds_engine.config_errors import explain
+from ds_engine.errors import ConfigError
+from ds_engine.precision import AutocastConfig, Bf16Config, Fp16Config, Precision
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "bfp16": torch.bfloat16,
+}
+
+# Documented sections and keys that later versions bring. Switched off they may stand in a configuration.
+NOT_YET = {
+    "activation_checkpointing", "aio", "amp", "autotuning", "checkpoint", "comet", "compile",
+    "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_sampling",
+    "eigenvalue", "elasticity", "expert_parallel", "flops_profiler", "hybrid_engine", "monitor_config",
+    "nebula", "pipeline", "progressive_layer_drop", "quantize_training", "random_ltd", "data_routing",
+    "sparse_attention", "tensor_parallel", "tensorboard", "wandb", "zenflow",
+}  # fmt: skip
+
+
+class OptimizerConfig(BaseModel):
+    """Which optimizer, with which arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    """Name of a class of torch.optim, or a documented name as `FusedAdam`."""
+    params: dict[str, Any] = {}
+    """Arguments of its constructor. Default: none."""
+    legacy_fusion: bool = False
+    """Accepted and without effect. Default: false."""
+
+
+class SchedulerConfig(BaseModel):
+    """Which learning-rate schedule, with which arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler."""
+    params: dict[str, Any] = {}
+    """Arguments of its constructor. Default: none."""
+
+
+class DataTypesConfig(BaseModel):
+    """Dtypes that no other section sets."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """Dtype in which micro-batches' gradients are added up. Default: the model's."""
+
+
+class Config(BaseModel):
+    """The whole configuration. Make one with `Config.load`, which explains what is wrong."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train_batch_size: int | None = Field(None, gt=0)
+    """Samples a step takes in all: micro-batch x accumulation x ranks. Default: computed."""
+    train_micro_batch_size_per_gpu: int | None = Field(None, gt=0)
+    """Samples a rank takes in one forward pass. Default: computed."""
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    """Micro-batches a step. Default: computed, or 1."""
+    optimizer: OptimizerConfig | None = None
+    """Default: none; pass one to initialize()."""
+    scheduler: SchedulerConfig | None = None
+    """Default: none."""
+    zero_optimization: ZeroConfig = ZeroConfig()
+    """Default: stage 0."""
+    fp16: Fp16Config = Fp16Config()
+    """Default: off."""
+    bf16: Bf16Config = Bf16Config()
+    """Default: off."""
+    torch_autocast: AutocastConfig = AutocastConfig()
+    """Default: off."""
+    data_types: DataTypesConfig = DataTypesConfig()
+    """Default: as the model."""
+    gradient_clipping: float = Field(0.0, ge=0.0)
+    """Largest 2-norm of the gradient; 0 does not clip. Default: 0 (the reference says 1.0, but the original
+    clips only where the key is set, and switching it on would change runs)."""
+    communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = None
+    """Dtype of gradients on the wire. Default: the model's."""
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Gradients are averaged over ranks, or summed. Default: mean."""
+    prescale_gradients: bool = False
+    """Divide by the number of ranks before the sum. Default: false."""
+    gradient_predivide_factor: float = Field(1.0, gt=0.0)
+    """Divide by this before the sum and by the rest after it. Default: 1."""
+    sparse_gradients: bool = False
+    """Accepted: sparse gradients are always taken, and reduced dense. Default: false."""
+    steps_per_print: int | None = Field(10, ge=0)
+    """Steps between progress lines; 0 or null prints none. Default: 10."""
+    wall_clock_breakdown: bool = False
+    """Time forward, backward and step, synchronising the device. Default: false."""
+    dump_state: bool = False
+    """Log the configuration at initialisation. Default: false."""
+    dataloader_drop_last: bool = False
+    """Leave an incomplete last batch out. Default: false."""
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
+    """Default: off."""
+    comm_timeout_s: float | None = Field(None, gt=0.0)
+    """Limit of a collective, in seconds. Default: the environment's, else 1800."""
+    zero_allow_untested_optimizer: bool = False
+    """Accepted and without effect: what an optimizer may be cut by is found out. Default: false."""
+    zero_force_ds_cpu_optimizer: bool = False
+    """Accepted and without effect in this version. Default: false."""
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any]) -> Config:
+        """Reads and checks a configuration.
+
+        Args:
+            source: a dict, or the path of a JSON file.
+
+        Raises:
+            ConfigError: no such file, broken JSON, an unknown key (the nearest known one is named), a value
+                out of range, or sections that exclude each other.
+        """
+        given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+        _refuse_not_yet(given)
+        given = {key: value for key, value in given.items() if key not in NOT_YET and value is not None}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, given: Any) -> Any:
+        """`bfloat16` is an older name of `bf16`; `fp32_allreduce` of a communication dtype."""
+        if isinstance(given, Mapping):
+            given = dict(given)
+            if "bfloat16" in given:
+                given.setdefault("bf16", given.pop("bfloat16"))
+            if given.pop("fp32_allreduce", False):
+                given.setdefault("communication_data_type", "fp32")
+        return given
+
+    @model_validator(mode="after")
+    def _together(self) -> Config:
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError("one low precision at a time: fp16 and bf16 are both enabled; switch one of them off")
+        if self.torch_autocast.enabled and (self.fp16.enabled or self.bf16.enabled):
+            raise ValueError(
+                "torch_autocast keeps parameters in fp32: it is enabled together with "
+                f"{'fp16' if self.fp16.enabled else 'bf16'}; switch one of them off"
+            )
+        if self.comms_logger.enabled:
+            raise ValueError("comms_logger is not available in this version: enabled=true; set it to false")
+        return self
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes of parameters and masters."""
+        return Precision.of(self.fp16, self.bf16)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Dtype in which micro-batches are added up; None for the model's."""
+        name = self.data_types.grad_accum_dtype
+        return DTYPES[name] if name else None
+
+    @property
+    def communication_dtype(self) -> torch.dtype | None:
+        """Dtype of gradients on the wire; None for the model's."""
+        return DTYPES[self.communication_data_type] if self.communication_data_type else None
+
+    def batch_sizes(self, dp: int) -> BatchSizes:
+        """The three batch sizes for `dp` data-parallel ranks.
+
+        Raises:
+            ConfigError: they can't be, or nothing is given.
+        """
+        return BatchSizes.solve(
+            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, dp
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"a configuration is a dict or a readable JSON file: {str(path)!r}: {error.strerror}; check the path"
+        ) from None
+    try:
+        given = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1] if text else ""
+        raise ConfigError(
+            f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {line.strip()!r}; "
+            "mend that line (JSON has no comments and no comma after the last item)"
+        ) from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"a configuration is a JSON object: {path} holds a {type(given).__name__}; write {{...}}")
+    return given
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ConfigError(f"a key stands once: {key!r} stands twice in one object; remove one of them")
+        seen[key] = value
+    return seen
+
+
+def _refuse_not_yet(given: Mapping[str, Any]) -> None:
+    for key in sorted(NOT_YET & set(given)):
+        section = given[key]
+        on = section.get("enabled", True) if isinstance(section, Mapping) and section else bool(section)
+        if on:
+            raise ConfigError(
+                f"{key!r} is documented but not available in this version; remove it, or set "
+                '"enabled": false in it'
+            )

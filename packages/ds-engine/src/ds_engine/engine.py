@@ -1,0 +1,379 @@
+"""Engine: a model, its sharded optimizer, its schedule and its precision, behind forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ds_comm import Communicator
+from ds_zero import ShardedOptimizer
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ds_engine.batch import BatchSizes
+from ds_engine.config import DTYPES, Config
+from ds_engine.dataloader import DistributedLoader
+from ds_engine.errors import ConfigError, EngineError
+from ds_engine.events import Event, Events
+from ds_engine.precision import LossScaler
+from ds_engine.scaling import CARRIED, scale_gradients
+
+
+class Engine(nn.Module):
+    """Trains one model. Made by `initialize`.
+
+    A micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; every
+    `gradient_accumulation_steps`-th step updates the parameters, the others only count. `loss.backward()`
+    does the same as `engine.backward(loss)`.
+
+    Source: DeepSpeed API reference 2.1, "Training API".
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        batch: BatchSizes,
+        comm: Communicator,
+        device: torch.device,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        loss_scaler: LossScaler,
+    ):
+        super().__init__()
+        self.module = module
+        self.config, self._batch, self.comm, self.device = config, batch, comm, device
+        self.optimizer, self.lr_scheduler, self.loss_scaler = optimizer, lr_scheduler, loss_scaler
+        self.training_dataloader: DistributedLoader | None = None
+        self.events = Events()
+        self.micro_steps = 0
+        """Calls of `step` so far."""
+        self.global_steps = 0
+        """Boundaries so far, with those left out for overflow."""
+        self.global_samples = 0
+        """Samples that all ranks have trained on."""
+        self.skipped_steps = 0
+        """Boundaries left out for overflow."""
+        self._grad_norm: torch.Tensor | None = None
+        self._applied = False
+        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary says
+        self._no_sync = False
+        self._destroyed = False
+        self._inputs_dtype = config.precision.inputs
+        self._autocast_dtype = DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
+        if optimizer is not None:
+            optimizer.reduce_now = self._reduces_now
+            optimizer.loss_scale = loss_scaler.scale
+            optimizer.num_accumulated = batch.accumulation
+
+    # The micro-batch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward pass."""
+        if self._destroyed:
+            raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
+        learns = self.training and torch.is_grad_enabled()
+        if learns and self.optimizer is not None:
+            self.optimizer.prepare()
+        if learns:
+            self.events.emit(Event.BEFORE_FORWARD, self)
+        if self._inputs_dtype is not None:
+            args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        # In fp16 gradients change scale at the engine's edges; see `scaling`.
+        scaled = learns and self.config.fp16.enabled
+        if scaled:
+            args, kwargs = scale_gradients((args, kwargs), self.loss_scaler, entering=False)
+        if self._autocast_dtype is None:
+            outputs = self.module(*args, **kwargs)
+        else:
+            with torch.autocast(self.device.type, self._autocast_dtype):
+                outputs = self.module(*args, **kwargs)
+        if scaled:
+            outputs = scale_gradients(outputs, self.loss_scaler, entering=True)
+        if learns:
+            self.events.emit(Event.AFTER_FORWARD, self)
+        return outputs
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._inputs_dtype) if tensor.is_floating_point() else tensor
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Runs backward, averages over micro-batches, and at the boundary starts the reduction.
+
+        Args:
+            loss: a scalar, of one micro-batch.
+            retain_graph: keep the graph for another backward. Default: false.
+            scale_wrt_gas: divide by the number of micro-batches; False where the loss was divided already.
+                Default: true.
+
+        Returns:
+            The loss as it was given.
+
+        Raises:
+            EngineError: the loss is not a scalar, or carries no gradient.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise EngineError(f"backward takes one number, the loss: got {got}; take its mean() or sum()")
+        if not loss.requires_grad:
+            raise EngineError(
+                "the loss must depend on parameters that require gradients, and does not; compute it from the "
+                "engine's output, outside torch.no_grad()"
+            )
+        self.events.emit(Event.BEFORE_BACKWARD, self)
+        factor = self.loss_scaler.scale * (1.0 if scale_wrt_gas else self._batch.accumulation)
+        scaled = loss if factor == 1.0 else loss * factor
+        optimizer = self.optimizer
+        with CARRIED.set(self.loss_scaler.scale):
+            if optimizer is None:
+                scaled.backward(retain_graph=retain_graph)
+            else:
+                with optimizer.reducer.round():
+                    scaled.backward(retain_graph=retain_graph)
+        self.events.emit(Event.AFTER_BACKWARD, self)
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Counts a micro-batch; at the accumulation boundary updates the parameters and the learning rate.
+
+        Args:
+            lr_kwargs: arguments for the scheduler's step. Default: none.
+
+        Raises:
+            EngineError: there is no optimizer, or it is called inside `no_sync`.
+        """
+        if self.optimizer is None:
+            raise EngineError(
+                "step() needs an optimizer, and initialize() was given none; pass optimizer=, or add an "
+                '"optimizer" section to the configuration'
+            )
+        if self._no_sync:
+            raise EngineError("step() averages over ranks, which no_sync() puts off; call it after the with block")
+        if self.is_gradient_accumulation_boundary():
+            self._step(self.optimizer, lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        self.events.emit(Event.BOUNDARY, self)
+        fp16 = self.config.fp16.enabled
+        report = optimizer.step(max_norm=self.config.gradient_clipping, skip_nonfinite=fp16)
+        self._grad_norm, self._applied = report.grad_norm, report.applied
+        if fp16:
+            self.loss_scaler.update(overflow=not report.applied)
+            optimizer.loss_scale = self.loss_scaler.scale
+        if report.applied:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self._batch.train
+        self.events.emit(Event.AFTER_STEP, self)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside collect gradients on this rank and reduce nothing, under every stage.
+
+        The first backward outside, or `step`, sends them all. While they wait, they take the memory of
+        whole gradients.
+        """
+        if self._no_sync:
+            raise EngineError("no_sync() is already on: blocks don't nest; leave the outer one first")
+        self._no_sync = True
+        try:
+            yield
+        finally:
+            self._no_sync = False
+
+    def _reduces_now(self) -> bool:
+        """Asked when a backward begins: sharded gradients are reduced in each, others at the boundary."""
+        assert self.optimizer is not None
+        return not self._no_sync and (self.optimizer.policy.gradients or self.is_gradient_accumulation_boundary())
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The micro-batch under way is the last of its step: `step` will update the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Says by hand whether the micro-batch under way is the last of its step; None counts again."""
+        self._boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients. `step` has done it already."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
+
+    def destroy(self) -> None:
+        """Takes hooks and sharded storage off the model, which can be used and initialised again."""
+        if self.optimizer is not None and not self._destroyed:
+            self.optimizer.close()
+        self._destroyed = True
+
+    # What the engine is
+
+    def train_batch_size(self) -> int:
+        """Samples a step takes in all."""
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples a rank takes in one forward pass."""
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a step."""
+        return self._batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Train batch, micro-batch, accumulation."""
+        return self._batch.train, self._batch.micro, self._batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of micro-batches a step, so that a step takes `train_batch_size` samples.
+
+        Raises:
+            ConfigError: it is not a multiple of micro-batch x ranks.
+        """
+        self._batch = BatchSizes.solve(train_batch_size, self._batch.micro, None, self.dp_world_size)
+        if self.optimizer is not None:
+            self.optimizer.num_accumulated = self._batch.accumulation
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples of a micro-batch; accumulation stays."""
+        self._batch = BatchSizes.solve(None, micro_batch_size, self._batch.accumulation, self.dp_world_size)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._param_groups() if "lr" in group]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of every parameter group: `betas`, or `momentum`."""
+        return [group.get("betas", group.get("momentum")) for group in self._param_groups()]
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm over all ranks of the last step's averaged gradient, before clipping; None before a step."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    def was_step_applied(self) -> bool:
+        """The last boundary updated the parameters (it is left out where fp16 gradients overflow)."""
+        return self._applied
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by: 1 unless in fp16."""
+        return self.loss_scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, by its older name."""
+        return self.loss_scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """The loss scale adapts."""
+        return self.loss_scaler.dynamic
+
+    def gradient_clipping(self) -> float:
+        """Largest 2-norm of the gradient; 0 does not clip."""
+        return self.config.gradient_clipping
+
+    def fp16_enabled(self) -> bool:
+        """Training is in float16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Training is in bfloat16."""
+        return self.config.bf16.enabled
+
+    def zero_optimization(self) -> bool:
+        """Any state is sharded."""
+        return self.config.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.config.zero_optimization.stage
+
+    def steps_per_print(self) -> int | None:
+        """Steps between progress lines."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Forward, backward and step are timed."""
+        return self.config.wall_clock_breakdown
+
+    def optimizer_name(self) -> str | None:
+        """The configured optimizer's name; None for a client's."""
+        return self.config.optimizer.type if self.config.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        """The configured scheduler's name; None for a client's."""
+        return self.config.scheduler.type if self.config.scheduler else None
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.comm.world
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return dist.get_world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return dist.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank on its machine."""
+        from ds_comm import get_local_rank
+
+        return get_local_rank()
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, route: str = "train"
+    ) -> DistributedLoader:
+        """A loader of this rank's share of `dataset`; `route="eval"` does not shuffle."""
+        if route not in ("train", "eval", "predict"):
+            raise ConfigError(f"a loader's route is train, eval or predict: got {route!r}")
+        return DistributedLoader(
+            dataset,
+            batch_size or self._batch.micro,
+            self.comm.rank,
+            self.comm.world,
+            collate_fn,
+            self.config.dataloader_drop_last,
+            shuffle=route == "train",
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model's own state_dict: the same keys as without an engine."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The model's own, and the masters follow. Every rank loads the same values."""
+        result = self.module.load_state_dict(*args, **kwargs)
+        if self.optimizer is not None:
+            self.optimizer.adopt_values()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine hasn't, the model may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and hasattr(modules["module"], name):
+                return getattr(modules["module"], name)
+            raise AttributeError(
+                f"neither the engine nor its model ({type(modules.get('module')).__name__}) has {name!r}"
+            ) from None

@@ -1,0 +1,207 @@
+"""Reducer: takes gradients as backward makes them, and reduces groups in one order on every rank.
+
+A *round* is one backward pass: it opens with the first gradient and closes when backward ends. Group k is
+sent once all its gradients are there and group k-1 was sent; what is left is sent when the round closes. So
+the order is the groups' order on every rank, whatever order gradients arrive in, and a rank that did not use
+a parameter sends zeros for it.
+
+Note [A parameter that comes twice]: reentrant activation checkpointing runs backward inside backward, and a
+tied weight then gets its gradient in portions. A portion that comes after its group was sent needs a second
+sending. In the first round that reduces, ranks agree at its end on which groups that happened to; those are
+sent at the end of the round from then on. A later surprise is an error that names the parameter: sending
+again without agreement would leave the other ranks waiting.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from ds_comm import Communicator
+from torch import nn
+from torch.distributed import ReduceOp
+
+from ds_zero.errors import ZeroError
+from ds_zero.shard_group import ShardGroup
+
+
+class Reducer:
+    """Hooks on the parameters of `groups`, and the order of their reductions.
+
+    Args:
+        comm: the data-parallel ranks.
+        overlap: go on with backward while a reduction runs.
+        wants_reduction: asked when a round opens: does this backward reduce, or only collect?
+    """
+
+    def __init__(self, comm: Communicator, overlap: bool, wants_reduction: Callable[[], bool]):
+        self._comm, self._overlap, self._wants_reduction = comm, overlap, wants_reduction
+        self.groups: list[ShardGroup] = []
+        self.used: set[tuple[int, int]] = set()
+        """Group and slot of every parameter that got a gradient here since `clear`."""
+        self.num_reductions = 0
+        """Rounds that reduced since `clear`."""
+        self._held = False  # whoever runs backward closes the round; else autograd's end does
+        self._open = self._reducing = False
+        self._missing: list[int] = []  # by group: gradients that have not come in this round
+        self._seen: set[tuple[int, int]] = set()  # gradients that have
+        self._next = 0  # the group to send next
+        self._agreed = False  # see Note [A parameter that comes twice]
+        self._again: set[int] = set()
+        self._late: set[int] = set()
+        self._hooks: list[Any] = []
+
+    def add(self, group: ShardGroup) -> None:
+        """Takes over a group's gradients. The same groups in the same order on every rank."""
+        me = weakref.ref(self)
+        number = len(self.groups)
+        self.groups.append(group)
+        for slot, parameter in enumerate(group.parameters):
+
+            def hook(parameter: nn.Parameter, number: int = number, slot: int = slot) -> None:
+                reducer = me()
+                if reducer is not None:
+                    reducer._take(number, slot, parameter)
+
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _take(self, number: int, slot: int, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return
+        if not self._open:
+            self._begin()
+            if not self._held:
+                torch.autograd.Variable._execution_engine.queue_callback(self.close_round)
+        self.used.add((number, slot))
+        group = self.groups[number]
+        if self._reducing and number < self._next:
+            self._surprise(number, slot)
+            group.accumulate(slot, gradient)
+            return
+        group.accumulate(slot, gradient)
+        if (number, slot) not in self._seen:
+            self._seen.add((number, slot))
+            self._missing[number] -= 1
+            if self._reducing:
+                self._send_ready()
+
+    def _begin(self) -> None:
+        self._open, self._next = True, 0
+        self._reducing = self._wants_reduction()
+        self._missing = [sum(p.requires_grad for p in group.parameters) for group in self.groups]
+        self._seen = set()
+        self._again = set()
+
+    def _send_ready(self) -> None:
+        while (
+            self._next < len(self.groups)
+            and self._missing[self._next] == 0
+            and self._next not in self._late
+        ):
+            self._send(self._next)
+            self._next += 1
+
+    def _send(self, number: int) -> None:
+        self.groups[number].start_reduction(async_op=self._overlap)
+
+    def _surprise(self, number: int, slot: int) -> None:
+        if self._agreed:
+            name = self.groups[number].layout.slots[slot].info.name
+            raise ZeroError(
+                f"a parameter's gradient is complete when its group is reduced: {name!r} on rank "
+                f"{self._comm.rank} got another portion after that, and had not in the first step; use "
+                "torch.utils.checkpoint with use_reentrant=False, or set reduce_bucket_size so that "
+                "everything is reduced at the end"
+            )
+        self._again.add(number)
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """A backward runs inside; the round closes with the block, though backward nests in itself.
+
+        Where it fails, its gradients are forgotten.
+        """
+        self._held = True
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            raise
+        finally:
+            self._held = False
+        if not self._open:  # no gradient came; the other ranks may have some
+            self._begin()
+        self.close_round()
+
+    def close_round(self) -> None:
+        """Ends the round: sends what is left, in order. Called at the end of backward; without a round, nothing."""
+        if not self._open:
+            return
+        self._open = False
+        if not self._reducing:
+            return
+        self.num_reductions += 1
+        early = self._next
+        for number in range(early, len(self.groups)):
+            self._send(number)
+        self._next = 0
+        if not self._agreed:
+            self._agree()
+
+    def _agree(self) -> None:
+        self._agreed = True
+        if self._comm.world == 1:
+            late = sorted(self._again)
+        else:
+            device = self.groups[0].device
+            flags = torch.zeros(len(self.groups), device=device)
+            flags[sorted(self._again)] = 1.0
+            self._comm.all_reduce(flags, ReduceOp.MAX)
+            late = flags.nonzero().flatten().tolist()
+        for number in late:
+            self._send(number)
+        self._late.update(late)
+
+    def finish(self) -> None:
+        """Everything collected since `clear` is reduced and has arrived, on every rank. Collective."""
+        self.collect_strays()
+        self.close_round()
+        if self.num_reductions == 0 or any(group.has_local for group in self.groups):
+            self.num_reductions += 1
+            for number in range(len(self.groups)):
+                self._send(number)
+        for group in self.groups:
+            group.finish_reduction()
+
+    def collect_strays(self) -> None:
+        """Takes gradients that someone put into `.grad` by hand."""
+        for number, group in enumerate(self.groups):
+            for slot, parameter in enumerate(group.parameters):
+                if parameter.grad is not None:
+                    gradient, parameter.grad = parameter.grad, None
+                    self.used.add((number, slot))
+                    group.accumulate(slot, gradient)
+
+    @property
+    def is_stale(self) -> bool:
+        """A round is open though no backward runs: one was broken off by an exception."""
+        return self._open and torch._C._current_graph_task_id() == -1
+
+    def clear(self) -> None:
+        """Forgets all gradients; the next ones start afresh."""
+        self._open = False
+        for group in self.groups:
+            group.drop_gradients()
+        self.used.clear()
+        self.num_reductions = 0
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,243 @@
+"""ShardGroup: parameters that travel together, their flat storage, and the part of it this rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from ds_comm import Communicator, ShardSpec, Work
+from torch import nn
+
+from ds_zero.buffers import BufferPool
+from ds_zero.layout import GroupLayout
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are averaged and parameters collected.
+
+    Args:
+        reduce_scatter: False: all-reduce, and keep one part.
+        all_gather: False: one broadcast a rank.
+        dtype: dtype on the wire. Default: the gradients' own.
+        accumulate_dtype: dtype in which micro-batches are added up. Default: the parameters' own.
+        pre_scale: factor before the sum over ranks, for fp16; the average divides by the rest after it.
+    """
+
+    reduce_scatter: bool = True
+    all_gather: bool = True
+    dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    pre_scale: float = 1.0
+
+
+@dataclass
+class Piece:
+    """The part of a parameter that this rank updates.
+
+    Attributes:
+        spec: which part of which parameter.
+        slot: number of the parameter in its group.
+        start: first element in this rank's shard of the group.
+        tensor: what the optimizer sees: the parameter's own shape where the piece is whole, else flat.
+    """
+
+    spec: ShardSpec
+    slot: int
+    start: int
+    tensor: nn.Parameter
+
+
+class ShardGroup:
+    """The storage of one group, on one rank.
+
+    Attributes:
+        flat: [layout.numel], the parameters' values; every parameter is a view into it.
+        shard: the part of `flat` this rank owns.
+        master: [shard], the values that the optimizer updates: fp32 beside a low-precision `shard`, else
+            `shard` itself.
+        pieces: `master`, parameter by parameter.
+
+    Gradients pass through two places. `_local` [layout.numel] collects what this rank computed and has not
+    sent yet. `reduced` [shard] is the sum over ranks of what was sent since the last update.
+    """
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        parameters: list[nn.Parameter],
+        comm: Communicator,
+        pool: BufferPool,
+        options: ReductionOptions,
+        master_dtype: torch.dtype | None,
+    ):
+        self.layout, self.parameters = layout, parameters
+        self.device = parameters[0].device
+        self._comm, self._pool, self._options = comm, pool, options
+        start, stop = layout.owned(comm.rank)
+        # Rank 0's values, in the master's dtype: masters of a model given in fp32 keep all its digits.
+        values = self._collect(master_dtype or layout.dtype)
+        comm.broadcast(values)
+        self.flat = values if values.dtype == layout.dtype else values.to(layout.dtype)
+        self.shard = self.flat[start:stop]
+        self.master = self.shard if values is self.flat else values[start:stop].clone()
+        for slot, parameter in zip(layout.slots, parameters):
+            parameter.data = self.flat[slot.offset : slot.stop].view(slot.info.shape)
+        self.pieces = [self._piece(slot, spec, start) for slot, spec in layout.specs(comm.rank)]
+        self.reduced: torch.Tensor | None = None
+        self._local: torch.Tensor | None = None
+        self._filled = [False] * len(parameters)  # slots of _local that hold a gradient
+        self._gaps = layout.gaps()
+        self._work: Work | None = None
+        self._finish: Callable[[], None] | None = None
+
+    def _collect(self, dtype: torch.dtype) -> torch.Tensor:
+        values = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
+        with torch.no_grad():
+            for slot, parameter in zip(self.layout.slots, self.parameters):
+                values[slot.offset : slot.stop].view(slot.info.shape).copy_(parameter)
+        return values
+
+    def _piece(self, slot: int, spec: ShardSpec, start: int) -> Piece:
+        first = self.layout.slots[slot].offset + spec.start - start
+        values = self.master[first : first + spec.numel]
+        if spec.is_whole:
+            values = values.view(spec.shape)
+        return Piece(spec, slot, first, nn.Parameter(values))
+
+    @property
+    def has_local(self) -> bool:
+        """Gradients wait here that no reduction has taken."""
+        return self._local is not None
+
+    def local(self, slot: int) -> torch.Tensor | None:
+        """This rank's unsent gradient of a parameter, flat, or None where it has none."""
+        if self._local is None or not self._filled[slot]:
+            return None
+        place = self.layout.slots[slot]
+        return self._local[place.offset : place.stop]
+
+    @torch.no_grad()
+    def accumulate(self, slot: int, gradient: torch.Tensor) -> None:
+        """Adds a gradient this rank has just computed. Any layout, dense or sparse."""
+        if self._local is None:
+            dtype = self._options.accumulate_dtype or self.layout.dtype
+            self._local = self._pool.take(self.layout.numel, dtype, self.device)
+            for start, stop in self._gaps:
+                self._local[start:stop].zero_()
+        place = self.layout.slots[slot]
+        target = self._local[place.offset : place.stop].view(place.info.shape)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._filled[slot]:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            self._filled[slot] = True
+
+    @torch.no_grad()
+    def start_reduction(self, async_op: bool) -> None:
+        """Sends what this rank has collected; parameters without a gradient count as zero.
+
+        Args:
+            async_op: return before it has arrived.
+        """
+        self.finish_reduction()
+        options, comm, layout = self._options, self._comm, self.layout
+        if self._local is None:
+            dtype = options.accumulate_dtype or layout.dtype
+            local = self._pool.take(layout.numel, dtype, self.device).zero_()
+        else:
+            local = self._local
+            for place, filled in zip(layout.slots, self._filled):
+                if not filled:
+                    local[place.offset : place.stop].zero_()
+        self._local, self._filled = None, [False] * len(self.parameters)
+        if options.pre_scale != 1.0:
+            local.mul_(options.pre_scale)
+        if options.dtype not in (None, local.dtype):
+            local, unsent = local.to(options.dtype), local
+            self._pool.give(unsent)
+        dtype = self.master.dtype
+        if layout.splits is None or comm.world == 1:
+            self._work = comm.all_reduce(local, async_op=async_op)
+            self._finish = lambda: self._add(local if local.dtype == dtype else self._convert(local))
+        elif options.reduce_scatter:
+            target = self._pool.take(self.shard.numel(), dtype, self.device)
+            self._work = comm.reduce_scatter_tensor(
+                target, local, async_op=async_op, splits=layout.splits
+            )
+            self._finish = lambda: self._add(target, local)
+        else:
+            self._work = comm.all_reduce(local, async_op=async_op)
+            start, stop = layout.owned(comm.rank)
+            self._finish = lambda: self._add(self._convert(local[start:stop]), local)
+        if not async_op:
+            self.finish_reduction()
+
+    @torch.no_grad()
+    def finish_reduction(self) -> None:
+        """Waits for the reduction under way, if any, and adds its result to `reduced`."""
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+    def _add(self, result: torch.Tensor, spent: torch.Tensor | None = None) -> None:
+        if self.reduced is None:
+            self.reduced = result
+        else:
+            self.reduced.add_(result)
+            self._pool.give(result)
+        if spent is not None:
+            self._pool.give(spent)
+
+    def _convert(self, gradients: torch.Tensor) -> torch.Tensor:
+        target = self._pool.take(gradients.numel(), self.master.dtype, self.device)
+        target.copy_(gradients)
+        if gradients._base is None:
+            self._pool.give(gradients)
+        return target
+
+    def hand_gradients(self, used: Callable[[int], bool]) -> None:
+        """Gives every piece its gradient; None where nobody used the parameter, so that it is left alone."""
+        assert self.reduced is not None
+        for piece in self.pieces:
+            values = self.reduced[piece.start : piece.start + piece.spec.numel]
+            piece.tensor.grad = values.view(piece.tensor.shape) if used(piece.slot) else None
+
+    def drop_gradients(self) -> None:
+        """Forgets every gradient, sent or not."""
+        self.finish_reduction()
+        for piece in self.pieces:
+            piece.tensor.grad = None
+        for buffer in (self.reduced, self._local):
+            if buffer is not None:
+                self._pool.give(buffer)
+        self.reduced = self._local = None
+        self._filled = [False] * len(self.parameters)
+
+    @torch.no_grad()
+    def publish(self, async_op: bool) -> Work | None:
+        """Brings the optimizer's values to the parameters, on every rank."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if self.layout.splits is None or self._comm.world == 1:
+            return None
+        if self._options.all_gather:
+            return self._comm.all_gather_into_tensor(
+                self.flat, self.shard, async_op=async_op, splits=self.layout.splits
+            )
+        for owner, (start, stop) in enumerate(zip(self.layout.splits, self.layout.splits[1:])):
+            if stop > start:
+                self._comm.broadcast(self.flat[start:stop], src=owner)
+        return None
+
+    def release(self) -> None:
+        """Gives the parameters storage of their own again and drops everything else."""
+        self.drop_gradients()
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()

@@ -1,0 +1,340 @@
+"""ShardedOptimizer: ZeRO's stages 0 to 2 around any torch optimizer.
+
+A step is: gradients reduced into shards → one norm over all ranks → the optimizer updates this rank's
+pieces → updated shards gathered into the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ds_comm import Communicator, ShardSpec
+from torch import nn
+
+from ds_zero.buffers import BufferPool
+from ds_zero.config import ZeroConfig
+from ds_zero.errors import ZeroError
+from ds_zero.layout import Cut, ParameterInfo, plan_groups
+from ds_zero.policy import ShardPolicy
+from ds_zero.reducer import Reducer
+from ds_zero.shard_group import Piece, ReductionOptions, ShardGroup
+from ds_zero.state_access import register_owner, release_owner
+
+# Larger groups add nothing on the wire and cost memory; on a CPU, smaller ones stay in the cache.
+_MOST_ELEMENTS = {"cpu": 4 << 20}
+_MOST_ELEMENTS_ACCELERATOR = 64 << 20
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did.
+
+    Attributes:
+        applied: False where gradients were not finite and the step was left out.
+        grad_norm: 2-norm of the averaged gradient before clipping, over all ranks; a scalar tensor, so that
+            nobody waits for a GPU who doesn't read it.
+    """
+
+    applied: bool
+    grad_norm: torch.Tensor
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Wraps `optimizer` so that its states, and the gradients, are shared out over the data-parallel ranks.
+
+    Use it as an optimizer: after `loss.backward()`, `step()`. Its `param_groups` are the wrapped
+    optimizer's, so schedulers work on either; their `params` are this rank's pieces.
+
+    Args:
+        optimizer: over the model's parameters; its lists of parameters are replaced by this rank's pieces.
+        named_parameters: names for messages and checkpoints, as `model.named_parameters()`.
+        comm: the data-parallel ranks. Parameters are copied from its rank 0.
+        config: stage and options. Default: stage 0.
+        cut: where shards may cut. `Cut.ANYWHERE` where the optimizer's update is elementwise,
+            `Cut.BETWEEN` where it must see whole parameters. Default: between.
+        parameter_dtype: dtype that the parameters get. Default: the one they have.
+        master_dtype: dtype of the values that the optimizer updates, beside parameters of lower precision;
+            None updates the parameters themselves. Default: None.
+        gradient_dtype: dtype in which micro-batches are added up. Default: the parameters'.
+        communication_dtype: dtype of gradients on the wire. Default: the parameters'.
+        prescale_gradients: divide by the number of ranks before the sum rather than after. Default: false.
+        gradient_predivide_factor: with prescaling off, the part of the division done before. Default: 1.
+        average: over ranks; False sums. Default: true.
+
+    Raises:
+        ValueError: the optimizer has no parameter that requires a gradient.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        comm: Communicator,
+        config: ZeroConfig | None = None,
+        *,
+        cut: Cut = Cut.BETWEEN,
+        parameter_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | None = None,
+        prescale_gradients: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        average: bool = True,
+    ):
+        self.inner = optimizer
+        super().__setstate__({})  # the base class's hooks; parameters and states stay the wrapped one's
+        self.config = config = config or ZeroConfig()
+        self.policy = ShardPolicy.of_stage(config.stage)
+        self.comm = comm
+        if not self.policy.optimizer_states:
+            cut = Cut.NOWHERE
+        elif config.round_robin_gradients:
+            cut = Cut.ROUND_ROBIN
+        self._cut, self._parameter_dtype, self._master_dtype = cut, parameter_dtype, master_dtype
+        predivide = float(comm.world) if prescale_gradients else gradient_predivide_factor
+        self._options = ReductionOptions(
+            reduce_scatter=config.reduce_scatter,
+            all_gather=config.allgather_partitions,
+            dtype=communication_dtype,
+            accumulate_dtype=gradient_dtype,
+            pre_scale=1.0 / predivide,
+        )
+        self.reduce_now: Callable[[], bool] = lambda: True
+        """Asked when a backward begins: is it reduced, or only collected?"""
+        self.num_accumulated = 1
+        """Micro-batches that one step averages over. The engine sets it."""
+        self.loss_scale = 1.0
+        """What losses were multiplied by; gradients are divided by it."""
+        self._divisor = comm.world if average else 1
+        self._pool = BufferPool()
+        self.reducer = Reducer(comm, bool(config.overlap_comm), lambda: self.reduce_now())
+        self._names = {id(p): name for name, p in named_parameters}
+        self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
+        listed = [(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        old_state = dict(optimizer.state)
+        optimizer.state.clear()
+        self._waiting = [(i, p) for i, p in listed if not p.requires_grad]
+        trainable = [(i, p) for i, p in listed if p.requires_grad]
+        if not trainable:
+            raise ValueError(
+                f"there is something to train: the optimizer lists {len(listed)} parameters and none requires "
+                "a gradient; pass model.parameters() as model_parameters, or unfreeze some"
+            )
+        self._adopt(trainable, old_state)
+
+    # The wrapped optimizer's own lists: schedulers and users see one set, whichever they hold.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups; `params` are this rank's pieces."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's states, by piece."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.inner.defaults
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The shard groups, in the order of their reductions."""
+        return self.reducer.groups
+
+    def specs(self) -> list[ShardSpec]:
+        """The pieces of parameters that this rank updates."""
+        return [piece.spec for group in self.groups for piece in group.pieces]
+
+    def _adopt(self, parameters: list[tuple[int, nn.Parameter]], old_state: Mapping[Any, Any]) -> None:
+        """Lays parameters out in new shard groups and hands this rank's pieces to the optimizer."""
+        infos, by_name = [], {}
+        order = {identity: position for position, identity in enumerate(self._names)}
+        for index, (group, parameter) in enumerate(
+            sorted(parameters, key=lambda pair: order.get(id(pair[1]), len(order)))
+        ):
+            name = self._names.get(id(parameter), f"parameter.{len(self.groups)}.{index}")
+            by_name[name] = parameter
+            dtype = self._parameter_dtype or parameter.dtype
+            infos.append(ParameterInfo(name, tuple(parameter.shape), dtype, group))
+        device = parameters[0][1].device.type
+        most = min(
+            self.config.reduce_bucket_size,
+            self.config.allgather_bucket_size,
+            _MOST_ELEMENTS.get(device, _MOST_ELEMENTS_ACCELERATOR),
+        )
+        if not self.config.contiguous_gradients:
+            most = 1  # every parameter on its own
+        for layout in plan_groups(infos, self.comm.world, most, self._cut, len(self.groups)):
+            members = [by_name[slot.info.name] for slot in layout.slots]
+            low = layout.dtype in (torch.bfloat16, torch.float16)
+            group = ShardGroup(
+                layout, members, self.comm, self._pool, self._options, self._master_dtype if low else None
+            )
+            self.reducer.add(group)
+            for slot, parameter in enumerate(members):
+                register_owner(parameter, self, group, slot)
+            for piece in group.pieces:
+                self.inner.param_groups[layout.param_group]["params"].append(piece.tensor)
+                if state := old_state.get(members[piece.slot]):
+                    self.inner.state[piece.tensor] = {k: _cut_state(v, piece) for k, v in state.items()}
+
+    def prepare(self) -> None:
+        """Before a forward pass in training: takes in parameters that were frozen and require a gradient now.
+
+        Every rank unfreezes the same parameters before the same pass. What a backward that was broken off
+        by an exception has left is forgotten.
+        """
+        ready = [(i, p) for i, p in self._waiting if p.requires_grad]
+        if self.reducer.is_stale:
+            self.reducer.clear()
+        if ready:
+            self._waiting = [(i, p) for i, p in self._waiting if not p.requires_grad]
+            self._adopt(ready, {})
+
+    @property
+    def pre_scale(self) -> float:
+        """What gradients are multiplied by before they are summed over ranks."""
+        return self._options.pre_scale
+
+    @property
+    def scale(self) -> float:
+        """What a reduced gradient is multiplied by to be the average of one sample's unscaled gradient."""
+        return 1.0 / (self._divisor * self._options.pre_scale * self.num_accumulated * self.loss_scale)
+
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, max_norm: float = 0.0, skip_nonfinite: bool = False
+    ) -> StepReport:
+        """Reduces what is left, clips, updates, and gathers. Collective.
+
+        Args:
+            closure: must be None: a closure would run backward again inside the step.
+            max_norm: gradients are scaled down to this 2-norm; 0 leaves them. Default: 0.
+            skip_nonfinite: leave the step out where a gradient is inf or nan (fp16). Default: false.
+
+        Raises:
+            ZeroError: a parameter was not used and the configuration forbids it.
+        """
+        if closure is not None:
+            raise ValueError("step() takes no closure: gradients are reduced during backward; call backward first")
+        self.prepare()
+        self.reducer.finish()
+        total, users = self._agree()
+        norm = total.sqrt() * self.scale
+        applied = not (skip_nonfinite and not math.isfinite(float(total)))
+        if applied:
+            self._update(norm, users, max_norm)
+        self.reducer.clear()
+        return StepReport(applied, norm.float())
+
+    def _agree(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over ranks of the squared gradient, and for every parameter how many ranks used it."""
+        groups = self.groups
+        device = groups[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        norms = [torch.linalg.vector_norm(g.reduced, dtype=torch.float32) for g in groups if g.reduced is not None]
+        square = torch.stack(norms).to(wide).square().sum()
+        if not self.policy.optimizer_states and self.comm.rank != 0:
+            square = square * 0  # every rank holds the same sum: count it once
+        flags = [float((i, s) in self.reducer.used) for i, g in enumerate(groups) for s in range(len(g.parameters))]
+        message = torch.cat([square.reshape(1), torch.tensor(flags, dtype=wide).to(device, non_blocking=True)])
+        self.comm.all_reduce(message)
+        users = message[1:]
+        if not self.config.ignore_unused_parameters:
+            self._refuse_unused(users)
+        return message[0], users
+
+    def _refuse_unused(self, users: torch.Tensor) -> None:
+        slots = [(slot, p) for g in self.groups for slot, p in zip(g.layout.slots, g.parameters)]
+        unused = [
+            f"{slot.info.name!r} (unused on {self.comm.world - int(n)} of {self.comm.world} ranks)"
+            for (slot, p), n in zip(slots, users.tolist())
+            if p.requires_grad and n < self.comm.world
+        ]
+        if unused:
+            self.reducer.clear()
+            raise ZeroError(
+                "ignore_unused_parameters=false wants a gradient for every parameter on every rank; missing: "
+                f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}; use them in the loss, freeze them, or "
+                "set ignore_unused_parameters to true"
+            )
+
+    @torch.no_grad()
+    def _update(self, norm: torch.Tensor, users: torch.Tensor, max_norm: float) -> None:
+        known: list[float] | None = None
+        first = 0
+        for number, group in enumerate(self.groups):
+
+            def used(slot: int, number: int = number, first: int = first) -> bool:
+                nonlocal known
+                if (number, slot) in self.reducer.used:
+                    return True
+                if known is None:  # only a rank that missed a parameter has to wait for the answer
+                    known = users.tolist()
+                return known[first + slot] > 0
+
+            group.hand_gradients(used)
+            first += len(group.parameters)
+        factor = torch.full_like(norm, self.scale)
+        if max_norm > 0:
+            factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._scaled_step(factor.float())
+        overlap = self.groups[0].device.type != "cpu"  # a CPU has nothing to do meanwhile
+        works = [group.publish(async_op=overlap) for group in self.groups]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _scaled_step(self, factor: torch.Tensor) -> None:
+        """Updates with gradients times `factor`: inside the optimizer's own pass where it can, else before it."""
+        if getattr(self.inner, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in self.inner.param_groups
+        ):
+            # torch's fused kernels divide by grad_scale on the way, as for torch.amp.GradScaler.
+            self.inner.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
+            self.inner.found_inf = torch.zeros_like(factor)  # type: ignore[attr-defined]
+            try:
+                self.inner.step()
+            finally:
+                del self.inner.grad_scale, self.inner.found_inf  # type: ignore[attr-defined]
+            return
+        for group in self.groups:
+            if group.reduced is not None:
+                group.reduced.mul_(factor.to(group.reduced.dtype) if group.reduced.is_cpu else factor)
+        self.inner.step()
+
+    def adopt_values(self) -> None:
+        """Takes what was written into the parameters from outside as the new values to update."""
+        for group in self.groups:
+            if group.master is not group.shard:
+                group.master.copy_(group.shard)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, reduced or not. `step` has done it already."""
+        self.reducer.clear()
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters and gives them storage of their own. The wrapped optimizer is spent."""
+        self.reducer.close()
+        for group in self.groups:
+            group.release()
+            for parameter in group.parameters:
+                release_owner(parameter)
+        for each in self.inner.param_groups:
+            each["params"] = []
+        self.inner.state.clear()
+        self.reducer.groups = []
+
+
+def _cut_state(value: Any, piece: Piece) -> Any:
+    """The part of a client optimizer's existing state that goes with `piece`."""
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.spec.shape and value.dim() > 0:
+        return piece.spec.of(value).to(piece.tensor.dtype, copy=True).view(piece.tensor.shape)
+    return value
