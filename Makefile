@@ -84,11 +84,23 @@ build/wheels/ours.txt: .venv/.packages $(shell find packages -path '*/src/*' -na
 	@for wheel in $(CURDIR)/build/wheels/*.whl; do \
 		name=$$(basename $$wheel); echo "$$(echo $${name%%-*} | tr _ -) @ file://$$wheel"; done > $@
 
+TEST_TOOLS := pytest pytest-timeout hypothesis
+# torch installed by itself brings no NumPy and says so, and warnings are errors in our tests.
+ALONE_PYTEST := python -m pytest -q -W "ignore:Failed to initialize NumPy:UserWarning"
+
+# Most of an environment is torch: packages that declare it start from a copy of this one.
+build/alone/torch/.installed: constraints.txt
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m $(PIP_INSTALL) --no-compile -c constraints.txt torch $(TEST_TOOLS)
+	@touch $@
+
 .PHONY: $(PACKAGES:packages/%=alone-%)
-$(PACKAGES:packages/%=alone-%): alone-%: build/wheels/ours.txt
+$(PACKAGES:packages/%=alone-%): alone-%: build/wheels/ours.txt build/alone/torch/.installed
 	@echo "== $* alone"
-	@rm -rf build/alone/$* && $(PYTHON) -m venv build/alone/$*
-	@build/alone/$*/bin/$(PIP_INSTALL) --no-compile -c constraints.txt -c build/wheels/ours.txt \
-		$* pytest pytest-timeout hypothesis
-	build/alone/$*/bin/python -m pytest -q packages/$*/tests
+	@rm -rf build/alone/$*
+	@if grep -q '^dependencies.*"torch' packages/$*/pyproject.toml; \
+		then cp -a build/alone/torch build/alone/$*; else $(PYTHON) -m venv build/alone/$*; fi
+	@build/alone/$*/bin/python -m $(PIP_INSTALL) --no-compile \
+		-c constraints.txt -c build/wheels/ours.txt $* $(TEST_TOOLS)
+	build/alone/$*/bin/$(ALONE_PYTEST) packages/$*/tests
 	@rm -rf build/alone/$*

@@ -36,7 +36,7 @@ def test_start_is_light(option: str) -> None:
         f"    app([{option!r}])\n"
         "except SystemExit as end:\n"
         "    assert end.code in (0, None), end.code\n"
-        "heavy = {'torch', 'rich', 'pydantic', 'pynvml', 'numpy', 'ds_cli.launcher'} & set(sys.modules)\n"
+        "heavy = {'torch', 'pydantic', 'pynvml', 'numpy', 'ds_cli.launcher'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -59,6 +59,30 @@ def test_what_a_failing_rank_wrote_last_is_not_lost(launch) -> None:
     assert job.err.endswith(b"    last words\n")
 
 
+def test_a_paused_reader_pauses_the_ranks_and_loses_nothing(launch) -> None:
+    job = launch(
+        """
+        os.set_blocking(1, False)
+        written, patience = 0, time.monotonic() + 0.5
+        while time.monotonic() < patience and written < 64_000_000:
+            try:
+                written += os.write(1, b"x" * 4096)
+                patience = time.monotonic() + 0.5
+            except BlockingIOError:
+                time.sleep(0.01)
+        mark("pid_rank", os.getpid())
+        mark("written", written)
+        """,
+        *("--num_gpus", "1"),
+    )
+    written = int(job.mark("written"))
+    assert written < 8_000_000  # the launcher has stopped reading, instead of filling its memory
+    # The rank ends with all buffers full, its own pipe's among them.
+    job.until_dead(int(job.mark("pid_rank")))
+    assert job.wait() == 0
+    assert len(job.out) == written
+
+
 def test_output_is_live(launch) -> None:
     job = launch(
         """

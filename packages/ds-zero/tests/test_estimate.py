@@ -38,7 +38,7 @@ def test_the_documented_table_is_written_and_returned(capsys: pytest.CaptureFixt
 
 
 def test_the_documented_live_table(capsys: pytest.CaptureFixture[str]) -> None:
-    # As many as t5-3b: the page's "2851M" and 127.48 GB hold for them.
+    # The page has "2851M" and 127.48GB for t5-3b, so its count lies here: millions are cut off, not rounded.
     with torch.device("meta"):
         model = nn.ParameterList([nn.Parameter(torch.empty(2_851_598_336 // 64, 64))])
     estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=8)

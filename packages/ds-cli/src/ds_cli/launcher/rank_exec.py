@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
     Exits with 126 if the command cannot be run, 127 if it is not found, as shells do.
     """
     # Python ignores SIGPIPE and SIGXFSZ, and an exec passes on what is ignored.
-    for number in (signal.SIGINT,):
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     launcher, cores, command = int(arguments[0]), arguments[1], arguments[2:]
     # The kernel kills this process when the launcher dies, however it dies. An exec keeps that, a fork
