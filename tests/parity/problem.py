@@ -37,6 +37,15 @@ class Small(nn.Module):
         return self.head(x.mean(1))
 
 
+def nothing(module: nn.Module, step: int) -> None:
+    """Before a step: leave the model as it is."""
+
+
+def one_group(module: nn.Module) -> list[Any]:
+    """All parameters in one optimizer group."""
+    return list(module.parameters())
+
+
 Loss = Callable[[Any, nn.Module, "Batch"], torch.Tensor]
 
 
@@ -71,8 +80,8 @@ class Problem:
     loss: Loss = plain_loss
     optimizer: str = "AdamW"
     arguments: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01})
-    before_step: Callable[[nn.Module, int], None] = lambda module, step: None
-    groups: Callable[[nn.Module], list[Any]] = lambda module: list(module.parameters())
+    before_step: Callable[[nn.Module, int], None] = nothing
+    groups: Callable[[nn.Module], list[Any]] = one_group
 
     def make(self) -> nn.Module:
         """The model, with the same values every time."""

@@ -12,16 +12,22 @@ from parity import runs
 from parity.problem import Outcome, Problem, distance, reference
 from testing import RankPool
 
-PROBLEM = Problem()
+# Adam's first steps have the size of lr whatever the gradient's, so a near-zero gradient's rounding would be
+# all one sees in low precision: a larger eps keeps updates in proportion.
+PROBLEMS = {
+    "fp32": Problem(),
+    "bf16": Problem(arguments={"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.01}),
+    "fp16": Problem(arguments={"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.01}),
+}
 CLIP = 0.05
 # Low precision: gradients are rounded to 8 (bf16) or 11 (fp16) bits before they are added up.
-TOLERANCE = {"fp32": 1e-6, "bf16": 4e-2, "fp16": 6e-3}
+TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 4e-3}
 TINY, DEFAULT = 1000, 500_000_000
 
 
 @cache
 def expected(world: int, accumulation: int, clip: float, precision: str) -> Outcome:
-    return reference(PROBLEM, world, accumulation, clip, precision)
+    return reference(PROBLEMS[precision], world, accumulation, clip, precision)
 
 
 def distances(ours: Outcome, theirs: Outcome) -> tuple[float, float, float]:
@@ -41,7 +47,7 @@ def test_matrix(
     cells = []
     for accumulation, clip, bucket, overlap in keys:
         zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": overlap}
-        cells.append((PROBLEM, precision, accumulation, clip, zero))
+        cells.append((PROBLEMS[precision], precision, accumulation, clip, zero))
     by_rank = ranks(world).run(runs.many, cells)
     worst = (0.0, 0.0, 0.0)
     for index, (accumulation, clip, bucket, overlap) in enumerate(keys):
@@ -76,8 +82,8 @@ def test_ddp(ranks: Callable[[int], RankPool], report: Callable[..., None], worl
     worst = (0.0, 0.0, 0.0)
     cells = list(itertools.product([1, 4], [0.0, CLIP]))
     for accumulation, clip in cells:
-        ours = ranks(world).run(runs.with_engine, PROBLEM, "fp32", accumulation, clip, {"stage": stage})[0]
-        theirs = ranks(world).run(runs.with_ddp, PROBLEM, accumulation, clip)[0]
+        ours = ranks(world).run(runs.with_engine, PROBLEMS["fp32"], "fp32", accumulation, clip, {"stage": stage})[0]
+        theirs = ranks(world).run(runs.with_ddp, PROBLEMS["fp32"], accumulation, clip)[0]
         found = distances(ours, theirs)
         worst = tuple(map(max, worst, found))  # type: ignore[assignment]
         assert max(found) <= 1e-6, f"accumulation {accumulation}, clip {clip}: {found}"
