@@ -1,7 +1,7 @@
 # The ways into this repository. `make` alone lists them.
 
 PYTHON ?= python3#   what environments are made with
-ZERO ?= 2#           make train: the ZeRO stage, 0 to 3
+ZERO ?= 2#           make train: the ZeRO stage
 STEPS ?=#            make train: optimizer steps; by default the example's
 RANKS ?=#            make train: processes; by default one a GPU, or 2 on CPU
 OUT ?= runs/gpt#     make train: folder for the loss curves
@@ -20,7 +20,7 @@ PIP_INSTALL := pip install --quiet --quiet --disable-pip-version-check --no-inpu
 help: ## list the targets
 	@echo "Targets:"
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo "Settings, as in make train ZERO=3 STEPS=100:"
+	@echo "Settings, as in make train ZERO=1 STEPS=100:"
 	@sed -n 's/^\([A-Z]*\) ?= *\([^#]*\)# */  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 train: .venv/.packages ## install if needed, then train the example: on all GPUs, or 2 processes on CPU

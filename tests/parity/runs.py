@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ds_engine
-import ds_zero
 import torch
 import torch.distributed as dist
+
+import ds_engine
+import ds_zero
 from parity.problem import STEPS, Outcome, Problem, batches, engine_config
 
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+
 from parity import runs
 from parity.problem import Outcome, Problem, distance, reference
 from testing import RankPool
@@ -46,7 +47,12 @@ def test_matrix(
     keys = list(itertools.product([1, 4], [0.0, CLIP], [TINY, DEFAULT], [False, True]))
     cells = []
     for accumulation, clip, bucket, overlap in keys:
-        zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": overlap}
+        zero = {
+            "stage": stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "overlap_comm": overlap,
+        }
         cells.append((PROBLEMS[precision], precision, accumulation, clip, zero))
     by_rank = ranks(world).run(runs.many, cells)
     worst = (0.0, 0.0, 0.0)

@@ -47,9 +47,7 @@ class RankPool:
         self._processes = []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world, self._folder.name, theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, self.world, self._folder.name, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -118,7 +116,11 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
     )
     while (call := _receive(pipe)) is not None:
         function, args, kwargs = call

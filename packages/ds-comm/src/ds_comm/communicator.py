@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ class Communicator:
         else:  # one reduction for each owner, which leaves garbage in other owners' pieces of `input`
             works = [
                 dist.reduce(input[start:stop], group_dst=owner, op=op, group=self.group, async_op=True)
-                for owner, (start, stop) in enumerate(zip(bounds, bounds[1:]))
+                for owner, (start, stop) in enumerate(itertools.pairwise(bounds))
                 if stop > start
             ]
             piece = input[bounds[self.rank] : bounds[self.rank + 1]]
@@ -167,7 +168,7 @@ class Communicator:
             own.copy_(input)
         works = [
             dist.broadcast(output[start:stop], group_src=owner, group=self.group, async_op=True)
-            for owner, (start, stop) in enumerate(zip(bounds, bounds[1:]))
+            for owner, (start, stop) in enumerate(itertools.pairwise(bounds))
             if stop > start
         ]
         return _finish(Deferred(works), async_op)

@@ -48,9 +48,7 @@ def reduce_scatter(
     return Deferred(works, finish)
 
 
-def all_gather(
-    group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]
-) -> Deferred:
+def all_gather(group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]) -> Deferred:
     """`output[splits[r]:splits[r + 1]]` = rank r's `input`, on every rank."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     own = output[splits[rank] : splits[rank + 1]]

@@ -20,7 +20,11 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # How MPI launchers tell a process who it is.
 _MPI = {
-    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "OMPI_COMM_WORLD_RANK": (
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "PMI_RANK": ("PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
@@ -169,7 +173,7 @@ def init_distributed(
     try:
         if meet.init_method == "local":
             dist.init_process_group(
-                meet.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=meet.timeout
+                meet.backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=meet.timeout
             )
         else:
             dist.init_process_group(
@@ -215,7 +219,9 @@ def _integer(env: Mapping[str, str], key: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{key} is a whole number, and the environment has {text!r}; set it right or unset it") from None
+        raise ValueError(
+            f"{key} is a whole number, and the environment has {text!r}; set it right or unset it"
+        ) from None
 
 
 def _timeout(config_s: float | None, env: Mapping[str, str]) -> timedelta:
@@ -228,7 +234,11 @@ def _timeout(config_s: float | None, env: Mapping[str, str]) -> timedelta:
 def _from_mpi(env: Mapping[str, str]) -> dict[str, str]:
     for rank_key, (size_key, local_key, local_size_key) in _MPI.items():
         if rank_key in env and size_key in env:
-            found = {"RANK": env[rank_key], "WORLD_SIZE": env[size_key], "LOCAL_RANK": env.get(local_key, "0")}
+            found = {
+                "RANK": env[rank_key],
+                "WORLD_SIZE": env[size_key],
+                "LOCAL_RANK": env.get(local_key, "0"),
+            }
             if "MASTER_ADDR" not in env and env.get(local_size_key) == env[size_key]:
                 found["MASTER_ADDR"] = "127.0.0.1"  # every rank is on this machine
             return found

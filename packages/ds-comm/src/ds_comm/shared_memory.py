@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -184,7 +184,7 @@ class SharedMemoryTransport:
         signal = self._signal(1, input)
         room = SEGMENT_SLOT_BYTES // (world - 1) // 64 * 64
         step = room // input.element_size()
-        longest = max(stop - start for start, stop in zip(splits, splits[1:]))
+        longest = max(stop - start for start, stop in pairwise(splits))
         own = input[splits[rank] : splits[rank + 1]]
         for start in range(0, longest, step):
             slots = self._slots(input.dtype)
@@ -196,9 +196,7 @@ class SharedMemoryTransport:
             if (count := target.numel()) == 0:
                 continue
             parts = [
-                own[start : start + step]
-                if peer == rank
-                else slots[peer][_offset(peer, rank) * step :][:count]
+                own[start : start + step] if peer == rank else slots[peer][_offset(peer, rank) * step :][:count]
                 for peer in range(world)
             ]
             if world == 2 and output.dtype == input.dtype:
@@ -219,7 +217,7 @@ class SharedMemoryTransport:
         rank, world = self.rank, self.world
         signal = self._signal(2, output)
         step = SEGMENT_SLOT_BYTES // output.element_size()
-        longest = max(stop - start for start, stop in zip(splits, splits[1:]))
+        longest = max(stop - start for start, stop in pairwise(splits))
         own = output[splits[rank] : splits[rank + 1]]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
@@ -323,5 +321,5 @@ def _place() -> str | None:
 
 def splits_are_even(splits: Sequence[int]) -> bool:
     """Every piece has the same size, so that the backends' plain collectives apply."""
-    sizes: Iterator[int] = (stop - start for start, stop in zip(splits, splits[1:]))
+    sizes: Iterator[int] = (stop - start for start, stop in pairwise(splits))
     return len(set(sizes)) == 1

@@ -92,6 +92,14 @@ def held_out_batches(
         yield block[:, :-1], block[:, 1:]
 
 
+def decode(tokens: Tensor) -> str:
+    """Bytes as text that is safe to print: a model that knows little writes control characters too."""
+    text = bytes(tokens.tolist()).decode(errors="replace")
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
+
+
 def _encode(files: dict[str, bytes]) -> Tensor:
     """The files one after another, as uint8 [number of bytes]."""
     return torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)

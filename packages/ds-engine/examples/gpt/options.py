@@ -17,7 +17,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--zero", type=int, choices=range(4), default=2, help="the ZeRO stage")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps; the schedule fits them")
-    parser.add_argument("--evaluate-every", type=int, default=20, help="steps between held-out evaluations")
+    parser.add_argument("--evaluate-every", type=int, default=15, help="steps between held-out evaluations")
     parser.add_argument("--held-out-batches", type=int, default=4, help="micro-batches a rank evaluates")
     parser.add_argument("--seed", type=int, default=0)
     size = parser.add_argument_group("model and data")

@@ -74,8 +74,8 @@ def main() -> None:
     # Every rank writes along, and the same text: under ZeRO-3 each holds a part of the weights.
     engine.eval()
     prompt = torch.tensor(list(options.prompt.encode()), device=device)
-    written = engine.module.generate(prompt, options.sample_bytes, options.temperature, options.seed)
-    history.sample = bytes(written.tolist()).decode(errors="replace")
+    written = model.generate(prompt, options.sample_bytes, options.temperature, options.seed)
+    history.sample = data.decode(written)
     if rank == 0:
         history.save(options.out / "history.json")
         plot([history], options.out / "loss.png")

@@ -76,7 +76,7 @@ class View:
         width = max(10, min(80, self.console.width - 4))
         done = ProgressBar(total=self.total_steps, completed=len(losses), width=width)
         curve = Text(sparkline(losses, width), style="cyan")
-        return Panel(Group(table, done, curve), title=self.title, expand=False)
+        return Panel(Group(table, curve, done), title=self.title, expand=False)
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -7,6 +7,9 @@ from ds_engine.engine import Engine
 from ds_engine.errors import ConfigError, EngineError
 from ds_engine.events import Event, Events
 from ds_engine.initialize import add_config_arguments, initialize
+from ds_engine.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ds_engine.optim_lamb import Lamb
+from ds_engine.optim_lion import Lion
 
 __all__ = [
     "BatchSizes",
@@ -17,7 +20,14 @@ __all__ = [
     "EngineError",
     "Event",
     "Events",
+    "LRRangeTest",
+    "Lamb",
+    "Lion",
+    "OneCycle",
     "RepeatingLoader",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
     "add_config_arguments",
     "initialize",
 ]

@@ -51,9 +51,7 @@ class BatchSizes:
         return cls(train, found, steps)
 
 
-def _divide(
-    total: int, parts: int, name: str, train: int, micro: int | None, accumulation: int | None, dp: int
-) -> int:
+def _divide(total: int, parts: int, name: str, train: int, micro: int | None, accumulation: int | None, dp: int) -> int:
     if total % parts or total < parts:
         raise ConfigError(_message(train, micro, accumulation, dp, missing=name))
     return total // parts

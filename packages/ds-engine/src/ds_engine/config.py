@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from ds_comm import CommsLoggerConfig
-from ds_zero import ZeroConfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ds_comm import CommsLoggerConfig
 from ds_engine.batch import BatchSizes
 from ds_engine.config_errors import explain
 from ds_engine.errors import ConfigError
 from ds_engine.precision import AutocastConfig, Bf16Config, Fp16Config, Precision
+from ds_zero import ZeroConfig
 
 DTYPES = {
     "fp32": torch.float32,
@@ -235,6 +235,5 @@ def _refuse_not_yet(given: Mapping[str, Any]) -> None:
         on = section.get("enabled", True) if isinstance(section, Mapping) and section else bool(section)
         if on:
             raise ConfigError(
-                f"{key!r} is documented but not available in this version; remove it, or set "
-                '"enabled": false in it'
+                f'{key!r} is documented but not available in this version; remove it, or set "enabled": false in it'
             )

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """" (did you mean 'x'?)", or nothing where no known name is near."""
+    """ " (did you mean 'x'?)", or nothing where no known name is near."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" (did you mean {found[0]!r}?)" if found else ""
 

@@ -39,9 +39,7 @@ class DistributedLoader:
             self.sampler = DistributedSampler(
                 dataset, num_replicas=world, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
-        self.loader = DataLoader(
-            dataset, batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
-        )
+        self.loader = DataLoader(dataset, batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last)
 
     def __len__(self) -> int:
         return len(self.loader)

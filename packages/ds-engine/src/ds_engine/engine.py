@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds_comm import Communicator
-from ds_zero import ShardedOptimizer
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ds_comm import Communicator
 from ds_engine.batch import BatchSizes
 from ds_engine.config import DTYPES, Config
 from ds_engine.dataloader import DistributedLoader
@@ -20,6 +19,7 @@ from ds_engine.errors import ConfigError, EngineError
 from ds_engine.events import Event, Events
 from ds_engine.precision import LossScaler
 from ds_engine.scaling import CARRIED, scale_gradients
+from ds_zero import ShardedOptimizer
 
 
 class Engine(nn.Module):
@@ -355,11 +355,11 @@ class Engine(nn.Module):
             shuffle=route == "train",
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own state_dict: the same keys as without an engine."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, and the masters follow. Every rank loads the same values."""
         result = self.module.load_state_dict(*args, **kwargs)
         if self.optimizer is not None:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from ds_comm import Communicator, ParallelDims, communicator, device_type, get_world_size, init_distributed
-from ds_zero import Cut, ShardedOptimizer
 from torch import nn
 
+from ds_comm import Communicator, ParallelDims, communicator, device_type, get_world_size, init_distributed
 from ds_engine.config import Config
 from ds_engine.engine import Engine
 from ds_engine.errors import ConfigError
@@ -18,6 +17,7 @@ from ds_engine.lr_schedules import build_scheduler
 from ds_engine.optimizers import build_optimizer, elementwise
 from ds_engine.precision import LossScaler
 from ds_engine.progress import WallClock, log_to_stdout, logger, print_progress
+from ds_zero import Cut, ShardedOptimizer
 
 
 def initialize(
@@ -151,9 +151,7 @@ def _data_parallel(mpu: Any, device: torch.device) -> Communicator:
     return communicator(mesh["dp"].get_group())
 
 
-def _cast(
-    model: nn.Module, dtype: torch.dtype | None, model_parameters: Any, optimizer: Any
-) -> torch.dtype | None:
+def _cast(model: nn.Module, dtype: torch.dtype | None, model_parameters: Any, optimizer: Any) -> torch.dtype | None:
     """Gives the model its low precision, but for what the optimizer will take: masters want those digits.
 
     Returns:
@@ -172,9 +170,7 @@ def _cast(
     return dtype
 
 
-def _optimizer(
-    optimizer: Any, model: nn.Module, model_parameters: Any, config: Config
-) -> torch.optim.Optimizer | None:
+def _optimizer(optimizer: Any, model: nn.Module, model_parameters: Any, config: Config) -> torch.optim.Optimizer | None:
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if optimizer is None and config.optimizer is None:
         return None
@@ -188,9 +184,7 @@ def _optimizer(
     if callable(optimizer):
         made = optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(
-                f"a callable optimizer returns a torch.optim.Optimizer: it returned {type(made).__name__}"
-            )
+            raise ValueError(f"a callable optimizer returns a torch.optim.Optimizer: it returned {type(made).__name__}")
         return made
     if optimizer is not None:
         raise ValueError(
@@ -213,9 +207,7 @@ def _scheduler(lr_scheduler: Any, optimizer: ShardedOptimizer | None, config: Co
         return lr_scheduler
     if callable(lr_scheduler):
         return lr_scheduler(optimizer)
-    raise ValueError(
-        f"lr_scheduler has a step() or makes an object that has: got {type(lr_scheduler).__name__}"
-    )
+    raise ValueError(f"lr_scheduler has a step() or makes an object that has: got {type(lr_scheduler).__name__}")
 
 
 def _share(model: nn.Module, sharded: ShardedOptimizer | None, comm: Communicator) -> None:

@@ -47,9 +47,7 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         at_least_zero(lr=lr, weight_decay=weight_decay)
         check_betas(betas)
-        super().__init__(
-            params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
-        )
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

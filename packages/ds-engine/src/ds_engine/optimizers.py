@@ -124,9 +124,7 @@ def _find(name: str) -> tuple[OptimizerType, str]:
     torchs = {
         each.__name__: each
         for each in vars(torch.optim).values()
-        if inspect.isclass(each)
-        and issubclass(each, torch.optim.Optimizer)
-        and each is not torch.optim.Optimizer
+        if inspect.isclass(each) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
     }
     kinds: dict[str, OptimizerType] = {**torchs, **_OWN, **dict.fromkeys(_ADAM, torch.optim.AdamW)}
     known = {each.lower(): each for each in itertools.chain(kinds, _ONE_BIT)}.get(str(name).lower())
@@ -176,14 +174,11 @@ def _check_names(name: str, accepted: list[str], params: Mapping[str, Any]) -> N
     for key in params:
         if key not in accepted:
             raise ValueError(
-                f"optimizer {name} takes {', '.join(accepted)}, got {key!r}: "
-                f"did you mean {_nearest(key, accepted)!r}?"
+                f"optimizer {name} takes {', '.join(accepted)}, got {key!r}: did you mean {_nearest(key, accepted)!r}?"
             )
 
 
-def _may_fuse(
-    kind: OptimizerType, groups: list[torch.Tensor | dict[str, Any]], params: Mapping[str, Any]
-) -> bool:
+def _may_fuse(kind: OptimizerType, groups: list[torch.Tensor | dict[str, Any]], params: Mapping[str, Any]) -> bool:
     """Whether to take torch's fused kernel: it fits every parameter and the user asked for nothing else."""
     asked = {"fused", "foreach", "differentiable"}
     if "fused" not in _accepted(kind) or asked & params.keys():
@@ -196,9 +191,7 @@ def _may_fuse(
             return False
         else:
             members += [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
-    tensors = [
-        each[1] if isinstance(each, tuple) else each for each in members
-    ]  # torch takes (name, tensor) too
+    tensors = [each[1] if isinstance(each, tuple) else each for each in members]  # torch takes (name, tensor) too
     kinds = {(each.device.type, each.dtype) for each in tensors}
     return all(_has_fused(kind, device, dtype) for device, dtype in kinds)  # type: ignore[arg-type]
 

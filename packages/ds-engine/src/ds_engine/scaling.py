@@ -49,7 +49,7 @@ class _Rescale(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         factor = ctx.scaler.scale / CARRIED.scale
         if factor != 1.0:
             gradient = gradient * (factor if ctx.entering else 1.0 / factor)

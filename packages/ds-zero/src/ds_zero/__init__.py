@@ -2,6 +2,12 @@
 
 from ds_zero.config import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from ds_zero.errors import ZeroError
+from ds_zero.estimate import (
+    MemoryEstimate,
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
 from ds_zero.layout import Cut, GroupLayout, ParameterInfo, Slot, plan_groups
 from ds_zero.policy import ShardPolicy
 from ds_zero.sharded_optimizer import ShardedOptimizer, StepReport
@@ -23,6 +29,7 @@ from ds_zero.state_access import (
 __all__ = [
     "Cut",
     "GroupLayout",
+    "MemoryEstimate",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "ParameterInfo",
@@ -32,6 +39,9 @@ __all__ = [
     "StepReport",
     "ZeroConfig",
     "ZeroError",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
     "plan_groups",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

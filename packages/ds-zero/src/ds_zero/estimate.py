@@ -51,10 +51,7 @@ class MemoryEstimate:
                 f"{_counted(self.num_gpus_per_node, 'GPU')} per node.",
                 f"SW: Model with {self.total_params // 10**6}M total params.",
                 "  per CPU  |  per GPU |   Options",
-                *(
-                    f"{row.cpu_bytes / GB:8.2f}GB | {row.gpu_bytes / GB:6.2f}GB | {row.options}"
-                    for row in self.rows
-                ),
+                *(f"{row.cpu_bytes / GB:8.2f}GB | {row.gpu_bytes / GB:6.2f}GB | {row.options}" for row in self.rows),
             ]
         )
 
@@ -129,9 +126,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
             total_params, num_gpus_per_node, num_nodes, device == "cpu", additional_buffer_factor
         )
         rows.append(MemoryRow(f"offload_optimizer={device}", cpu_bytes, gpu_bytes))
-    estimate = MemoryEstimate(
-        int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor, tuple(rows)
-    )
+    estimate = MemoryEstimate(int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor, tuple(rows))
     if not quiet:
         sys.stdout.write(f"{estimate}\n")
     return estimate

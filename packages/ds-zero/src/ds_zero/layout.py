@@ -9,11 +9,13 @@ parameters (between parameters).
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from ds_comm import ShardSpec
 
 ALIGN = 32
@@ -99,7 +101,7 @@ class GroupLayout:
     def gaps(self) -> list[tuple[int, int]]:
         """Intervals of the buffer that belong to no parameter."""
         edges = [(0, 0), *sorted((slot.offset, slot.stop) for slot in self.slots), (self.numel, self.numel)]
-        return [(a[1], b[0]) for a, b in zip(edges, edges[1:]) if a[1] < b[0]]
+        return [(a[1], b[0]) for a, b in itertools.pairwise(edges) if a[1] < b[0]]
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -135,9 +137,7 @@ def plan_groups(
         run.append((order, info))
     done.extend(filling.values())
     done.sort(key=lambda run: -run[-1][0])
-    return tuple(
-        _lay_out(first_index + index, [info for _, info in run], world, cut) for index, run in enumerate(done)
-    )
+    return tuple(_lay_out(first_index + index, [info for _, info in run], world, cut) for index, run in enumerate(done))
 
 
 def _lay_out(index: int, infos: Sequence[ParameterInfo], world: int, cut: Cut) -> GroupLayout:

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ds_comm import Communicator
 from torch import nn
 from torch.distributed import ReduceOp
 
+from ds_comm import Communicator
 from ds_zero.errors import ZeroError
 from ds_zero.shard_group import ShardGroup
 
@@ -98,11 +98,7 @@ class Reducer:
         self._again = set()
 
     def _send_ready(self) -> None:
-        while (
-            self._next < len(self.groups)
-            and self._missing[self._next] == 0
-            and self._next not in self._late
-        ):
+        while self._next < len(self.groups) and self._missing[self._next] == 0 and self._next not in self._late:
             self._send(self._next)
             self._next += 1
 

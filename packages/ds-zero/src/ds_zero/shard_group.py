@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from ds_comm import Communicator, ShardSpec, Work
 from torch import nn
 
+from ds_comm import Communicator, ShardSpec, Work
 from ds_zero.buffers import BufferPool
 from ds_zero.layout import GroupLayout
 
@@ -165,9 +165,7 @@ class ShardGroup:
             self._finish = lambda: self._add(local if local.dtype == dtype else self._convert(local))
         elif options.reduce_scatter:
             target = self._pool.take(self.shard.numel(), dtype, self.device)
-            self._work = comm.reduce_scatter_tensor(
-                target, local, async_op=async_op, splits=layout.splits
-            )
+            self._work = comm.reduce_scatter_tensor(target, local, async_op=async_op, splits=layout.splits)
             self._finish = lambda: self._add(target, local)
         else:
             self._work = comm.all_reduce(local, async_op=async_op)

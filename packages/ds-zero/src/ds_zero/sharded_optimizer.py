@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ds_comm import Communicator, ShardSpec
 from torch import nn
 
+from ds_comm import Communicator, ShardSpec
 from ds_zero.buffers import BufferPool
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
@@ -115,8 +115,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._names = {id(p): name for name, p in named_parameters}
         self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
         listed = [(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
-        for group in optimizer.param_groups:
-            group["params"] = []
+        for param_group in optimizer.param_groups:
+            param_group["params"] = []
         old_state = dict(optimizer.state)
         optimizer.state.clear()
         self._waiting = [(i, p) for i, p in listed if not p.requires_grad]
@@ -157,13 +157,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Lays parameters out in new shard groups and hands this rank's pieces to the optimizer."""
         infos, by_name = [], {}
         order = {identity: position for position, identity in enumerate(self._names)}
-        for index, (group, parameter) in enumerate(
+        for index, (param_group, parameter) in enumerate(
             sorted(parameters, key=lambda pair: order.get(id(pair[1]), len(order)))
         ):
             name = self._names.get(id(parameter), f"parameter.{len(self.groups)}.{index}")
             by_name[name] = parameter
             dtype = self._parameter_dtype or parameter.dtype
-            infos.append(ParameterInfo(name, tuple(parameter.shape), dtype, group))
+            infos.append(ParameterInfo(name, tuple(parameter.shape), dtype, param_group))
         device = parameters[0][1].device.type
         most = min(
             self.config.reduce_bucket_size,
@@ -293,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 work.wait()
 
     def _scaled_step(self, factor: torch.Tensor) -> None:
-        """Updates with gradients times `factor`: inside the optimizer's own pass where it can, else before it."""
+        """Updates with gradients times `factor`: in the optimizer's own pass where it can, else before it."""
         if getattr(self.inner, "_step_supports_amp_scaling", False) and all(
             group.get("fused") for group in self.inner.param_groups
         ):
@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer.clear()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters and gives them storage of their own. The wrapped optimizer is spent."""
+        """Takes the hooks off and gives the parameters storage of their own. The wrapped optimizer is spent."""
         self.reducer.close()
         for group in self.groups:
             group.release()

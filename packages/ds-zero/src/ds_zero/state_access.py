@@ -126,7 +126,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     owner = _require(param)
     owner.group.finish_reduction()
     if owner.group.reduced is None:
-        raise ZeroError("a gradient is set between backward and step, and none has been reduced yet; call backward first")
+        raise ZeroError(
+            "a gradient is set between backward and step, and none has been reduced yet; call backward first"
+        )
     for piece in owner.pieces:
         target = owner.group.reduced[piece.start : piece.start + piece.spec.numel]
         target.copy_(piece.spec.of(value) / owner.optimizer.scale)

@@ -53,8 +53,7 @@ def build_scheduler(
     for key in params:
         if key not in accepted:
             raise ValueError(
-                f"scheduler {name} takes {', '.join(accepted)}, got {key!r}: "
-                f"did you mean {_nearest(key, accepted)!r}?"
+                f"scheduler {name} takes {', '.join(accepted)}, got {key!r}: did you mean {_nearest(key, accepted)!r}?"
             )
     missing = [key for key, each in accepted.items() if each.default is each.empty and key not in params]
     if missing:

@@ -140,9 +140,7 @@ class OneCycle(Schedule):
             return
         groups = self.optimizer.param_groups
         # Asked once a group: a cycle whose lowest momentum is 0 must be able to leave it.
-        self._cycled += [
-            "betas" in group or bool(group.get("momentum")) for group in groups[len(self._cycled) :]
-        ]
+        self._cycled += ["betas" in group or bool(group.get("momentum")) for group in groups[len(self._cycled) :]]
         for group, momentum, cycled in zip(groups, self.momentum_at(iteration), self._cycled):
             if cycled:
                 _write_momentum(group, momentum)

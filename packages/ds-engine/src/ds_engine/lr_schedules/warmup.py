@@ -24,8 +24,7 @@ class _Warmup(Schedule):
         if warmup_type not in WARMUP_TYPES:
             near = difflib.get_close_matches(str(warmup_type), WARMUP_TYPES, n=1, cutoff=0.0)
             raise ValueError(
-                f"warmup_type is one of {', '.join(WARMUP_TYPES)}, got {warmup_type!r}: "
-                f"did you mean {near[0]!r}?"
+                f"warmup_type is one of {', '.join(WARMUP_TYPES)}, got {warmup_type!r}: did you mean {near[0]!r}?"
             )
         self.warmup_type = warmup_type
 
