@@ -131,7 +131,9 @@ def assert_equal_to_torch(pool: RankPool, cases: list[Case], route: Route, **kwa
 @pytest.mark.parametrize("world", WORLDS)
 def test_dtypes_operations_and_forms(ranks: Ranks, world: int, route: Route) -> None:
     cases = []
-    for dtype, async_op in itertools.product(DTYPES, [False, True]):
+    # gloo's own collectives are slow between many ranks on few cores, and torch's to test.
+    dtypes = DTYPES if world == 2 or route is not Route.NATIVE else [torch.float32]
+    for dtype, async_op in itertools.product(dtypes, [False, True]):
         for op in ("SUM", "AVG", "MAX"):
             cases.append(Case("all_reduce", (50,) * world, dtype, op, async_op=async_op))
         for op, aliased in itertools.product(("SUM", "AVG"), [False, True]):
@@ -494,9 +496,6 @@ def reduce_what_autograd_follows(route: Route, async_op: bool) -> list[Any]:
             "leaf": lambda: comm.all_reduce(parameter, async_op=async_op),
             "result": lambda: comm.all_reduce(loss, async_op=async_op),
             "scattered": lambda: comm.reduce_scatter_tensor(torch.empty(2), parameter, async_op=async_op),
-            "gathered": lambda: comm.all_gather_into_tensor(
-                torch.empty(8), parameter, async_op=async_op
-            ),
         }
         for name, call in calls.items():
             try:

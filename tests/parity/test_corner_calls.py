@@ -1,0 +1,126 @@
+"""Corners of calling an engine: no_sync, boundaries by hand, several backwards, failures, plain backward.
+
+Where the original was silently wrong: gradients of a second backward lost or counted twice, no_sync refused
+or ignored by stage, gradients left over from a backward that failed, fp16 losses that miss the scale because
+they do not pass through the engine's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parity.corner_calls import MICROS, WAYS, Job, equivalent, trained_all
+from parity.corners import weight_loss
+from parity.problem import Batch, Outcome, Small, distance, plain_loss, reference
+from parity.test_matrix import DEFAULT, TINY
+from testing import RankPool
+
+ENGINE_ONLY = {"divided by hand"}
+# A plain backward that touches no parameter tells the engine nothing, so stage 2 can't know that it ran.
+PLAIN_MAY_MISS = {"loss elsewhere"}
+
+
+@cache
+def expected(way: str, world: int) -> Outcome:
+    return reference(equivalent(way), world, MICROS, 0.0, "fp32")
+
+
+def zeros(stage: int) -> dict[str, Any]:
+    bucket = TINY if stage != 1 else DEFAULT
+    return {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": True}
+
+
+def hold(outcome: Outcome, theirs: Outcome, tolerance: float, where: str) -> float:
+    far = {n: distance(outcome.weights[n], w) for n, w in theirs.weights.items()}
+    blame = max(far, key=far.__getitem__)
+    assert far[blame] <= tolerance, f"{where}: weights differ by {far[blame]}, most in {blame}"
+    assert outcome.norm == pytest.approx(theirs.norm, rel=max(1e-6, tolerance)), where
+    return far[blame]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_way(ranks: Callable[[int], RankPool], report: Callable[..., None], way: str, world: int) -> None:
+    """Each way at every stage, by engine.backward and by loss.backward, is what plain PyTorch makes of it."""
+    stages = [0, 1, 2] if world == 2 else [2]
+    forms = [False] if way in ENGINE_ONLY | PLAIN_MAY_MISS else [False, True]
+    jobs = [Job(way, zeros(stage), plain) for stage in stages for plain in forms]
+    by_rank = ranks(world).run(trained_all, jobs)
+    worst = 0.0
+    for index, job in enumerate(jobs):
+        where = f"{job.zero}, {'loss' if job.plain else 'engine'}.backward"
+        for outcomes in by_rank:
+            worst = max(worst, hold(outcomes[index], expected(way, world), 1e-6, where))
+    report(f"{way}", world, len(jobs), 0.0, 0.0, worst)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_plain_loss_elsewhere(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """loss.backward() on a loss that is another model's, on one rank: right, or refused, within seconds."""
+    by_rank = ranks(2).run(trained_all, [Job("loss elsewhere", zeros(stage), True)], timeout_s=30)
+    for (outcome,) in by_rank:
+        hold(outcome, expected("loss elsewhere", 2), 1e-6, f"stage {stage}")
+
+
+@dataclass
+class Answer:
+    """An output type that torch's pytree does not know."""
+
+    scores: torch.Tensor
+
+
+class Answering(Small):
+    """Gives its output in an object, and keeps an auxiliary loss as an attribute, as mixtures of experts do."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:  # type: ignore[override]
+        self.auxiliary = self.embedding(tokens).float().pow(2).mean()
+        return Answer(super().forward(tokens))
+
+
+def answer_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:
+    """Of the object."""
+    return nn.functional.mse_loss(call(batch.tokens).scores.float(), batch.targets)
+
+
+def auxiliary_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:
+    """Of the object, and the attribute: gradients enter in the middle of the model."""
+    return answer_loss(call, module, batch) + 0.3 * module.auxiliary  # type: ignore[operator]
+
+
+def submodule_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:
+    """Past the engine's forward: its parts called one by one."""
+    return plain_loss(module, module, batch)
+
+
+ENTRIES: dict[str, tuple[str, Any, Any]] = {
+    "outputs": ("usual", plain_loss, None),
+    "evaluation mode": ("evaluation mode", plain_loss, None),
+    "weights": ("usual", weight_loss, None),
+    "an object": ("usual", answer_loss, Answering),
+    "an attribute": ("usual", auxiliary_loss, Answering),
+    "the module itself": ("usual", submodule_loss, None),
+    "after a failure": ("after a failure", plain_loss, None),
+}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_fp16_scale(ranks: Callable[[int], RankPool], report: Callable[..., None], entry: str, plain: bool) -> None:
+    """However a gradient enters an fp16 model, it is unscaled by what it was scaled by.
+
+    Steps are in proportion to gradients here, so a missing factor of 1024 shows.
+    """
+    way, loss, model = ENTRIES[entry]
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
+    jobs = [Job(way, zeros(stage), plain, loss, model, "fp16", fp16) for stage in (0, 2)]
+    by_rank = ranks(2).run(trained_all, jobs)
+    theirs = reference(equivalent(way, loss, model), 2, MICROS, 0.0, "fp16")
+    worst = max(hold(outcome, theirs, 4e-3, entry) for outcomes in by_rank for outcome in outcomes)
+    report(f"fp16 through {entry}, {'plain' if plain else 'engine'}", 2, len(jobs), 0.0, 0.0, worst)
