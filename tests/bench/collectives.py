@@ -58,9 +58,7 @@ def gloo_calls() -> dict[str, Call]:
         for work in dist.batch_isend_irecv(receives + sends):
             work.wait()
 
-    return {
-        call.__name__: call for call in (all_reduce, reduce_scatter_tensor, all_gather_into_tensor, exchange)
-    }
+    return {call.__name__: call for call in (all_reduce, reduce_scatter_tensor, all_gather_into_tensor, exchange)}
 
 
 def our_calls() -> dict[str, Call]:
@@ -175,9 +173,7 @@ def main() -> int:
     port = free_port()
     command = [str(OUR_PYTHON), str(HERE / "collectives.py"), "--sizes", *map(str, arguments.sizes)]
     ranks = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=rank_environment(rank, arguments.world, port)
-        )
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=rank_environment(rank, arguments.world, port))
         for rank in range(arguments.world)
     ]
     load = ForeignLoad([rank.pid for rank in ranks])
@@ -217,9 +213,7 @@ def show(answer: dict[str, Any], world: int, foreign: float) -> None:
     console.print(table)
     if answer["missing"]:
         console.print(f"ds_comm was left out: {answer['missing']}", markup=False)
-    console.print(
-        f"Others used {foreign:.2f} processors meanwhile (0.00 is a quiet machine).", highlight=False
-    )
+    console.print(f"Others used {foreign:.2f} processors meanwhile (0.00 is a quiet machine).", highlight=False)
 
 
 if __name__ == "__main__":

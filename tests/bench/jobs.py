@@ -134,9 +134,7 @@ class Job:
         deadline = time.monotonic() + self.timeout_s
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < len(self._ranks):
-            waiting = {
-                _pipe(self._ranks[rank]): rank for rank in range(len(self._ranks)) if rank not in answers
-            }
+            waiting = {_pipe(self._ranks[rank]): rank for rank in range(len(self._ranks)) if rank not in answers}
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._failure(min(waiting.values()), f"silent for {self.timeout_s:.0f} s")

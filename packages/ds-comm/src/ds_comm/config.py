@@ -11,7 +11,7 @@ class CommsLoggerConfig(BaseModel):
     Source: DeepSpeed's configuration reference, "Communication Logging".
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     enabled: bool = False
     """Record collectives. Every recorded call synchronises, so that its time is true. Default: false."""

@@ -44,7 +44,7 @@ NOT_YET = {
 class OptimizerConfig(BaseModel):
     """Which optimizer, with which arguments."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     type: str
     """Name of a class of torch.optim, or a documented name as `FusedAdam`."""
@@ -57,7 +57,7 @@ class OptimizerConfig(BaseModel):
 class SchedulerConfig(BaseModel):
     """Which learning-rate schedule, with which arguments."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     type: str
     """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler."""
@@ -68,7 +68,7 @@ class SchedulerConfig(BaseModel):
 class DataTypesConfig(BaseModel):
     """Dtypes that no other section sets."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """Dtype in which micro-batches' gradients are added up. Default: the model's."""
@@ -77,7 +77,7 @@ class DataTypesConfig(BaseModel):
 class Config(BaseModel):
     """The whole configuration. Make one with `Config.load`, which explains what is wrong."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     train_batch_size: int | None = Field(None, gt=0)
     """Samples a step takes in all: micro-batch x accumulation x ranks. Default: computed."""

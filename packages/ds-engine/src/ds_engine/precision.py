@@ -14,7 +14,7 @@ from ds_engine.errors import EngineError
 class Fp16Config(BaseModel):
     """The `fp16` section."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     enabled: bool = False
     """Train in float16 with fp32 masters and a loss scale. Default: false."""
@@ -39,7 +39,7 @@ class Fp16Config(BaseModel):
 class Bf16Config(BaseModel):
     """The `bf16` section."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     enabled: bool = False
     """Train in bfloat16 with fp32 masters. Default: false."""
@@ -64,7 +64,7 @@ class Bf16Config(BaseModel):
 class AutocastConfig(BaseModel):
     """The `torch_autocast` section: fp32 parameters, operations cast by torch.autocast."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     enabled: bool = False
     """Default: false."""

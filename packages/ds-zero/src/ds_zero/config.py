@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 class OffloadParamConfig(BaseModel):
     """Where parameters rest while they are not in use; stage 3 only."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Default: none (they stay on the device)."""
@@ -31,7 +31,7 @@ class OffloadParamConfig(BaseModel):
 class OffloadOptimizerConfig(BaseModel):
     """Where optimizer states rest and are updated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Default: none (on the device)."""
@@ -58,7 +58,7 @@ class ZeroConfig(BaseModel):
     reference 5.1.1.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, populate_by_name=True)
 
     stage: Literal[0, 1, 2, 3] = 0
     """0: every state on every rank; 1: optimizer states sharded; 2: gradients too. Default: 0."""

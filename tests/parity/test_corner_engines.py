@@ -1,0 +1,80 @@
+"""Corners of several engines in one process, as adversarial training and distillation have them.
+
+Where the original was silently wrong: a loss through two engines whose gradients carry the scale of one, and
+gradients of a generator's loss that stay in the discriminator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from parity.corner_engines import (
+    Setting,
+    adversaries,
+    adversaries_reference,
+    joint,
+    joint_reference,
+)
+from parity.problem import distance
+from testing import RankPool
+
+PAIRS = [
+    ("fp32", "fp32"),
+    ("bf16", "bf16"),
+    ("fp16 x 128", "fp16 x 1024"),
+    ("fp16 x 1024", "fp32"),
+    ("fp32", "fp16 x 1024"),
+    ("bf16", "fp16 x 128"),
+]
+
+
+def tolerance(*precisions: str) -> float:
+    """Against fp32 throughout: a wrong scale is a factor of 8 at least."""
+    return 1e-6 if set(precisions) == {"fp32"} else 5e-2 if "bf16" in precisions else 1e-2
+
+
+@pytest.mark.parametrize("backward", ["plain", "first", "second"])
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+def test_loss_through_two_engines(
+    ranks: Callable[[int], RankPool], report: Callable[..., None], pair: tuple[str, str], backward: str
+) -> None:
+    """Both learn their own gradient, whoever runs backward and whatever each one's loss scale."""
+    settings = [Setting(*pair, stage, backward) for stage in (0, 1, 2)]
+    gradients, weights = joint_reference("spanning", 2)
+    worst = [0.0, 0.0]
+    for found in ranks(2).run(joint, "spanning", settings):
+        for setting, (ours, final) in zip(settings, found):
+            far = [max(distance(a[n], b[n]) for n in b) for a, b in ((ours, gradients), (final, weights))]
+            assert max(far) <= tolerance(*pair), f"{setting}: gradients, weights differ by {far}"
+            worst = list(map(max, worst, far))
+    report(f"one loss, {' with '.join(pair)}, {backward}", 2, 3, 0.0, *worst)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("backward", ["plain", "engines"])
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+def test_adversaries(
+    ranks: Callable[[int], RankPool], report: Callable[..., None], pair: tuple[str, str], backward: str, world: int
+) -> None:
+    """torch's GAN tutorial: two backwards for the discriminator, then one through it for the generator."""
+    settings = [Setting(*pair, stage, backward) for stage in (0, 1, 2)]
+    theirs = adversaries_reference(world)
+    worst = 0.0
+    for found in ranks(world).run(adversaries, settings):
+        for setting, ours in zip(settings, found):
+            far = max(distance(ours[n], w) for n, w in theirs.items())
+            assert far <= tolerance(*pair), f"{setting}: weights differ by {far}"
+            worst = max(worst, far)
+    report(f"GAN, {' with '.join(pair)}, {backward}", world, 3, 0.0, 0.0, worst)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_engines_called_in_another_order_by_rank(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """Two engines of one shape share their ranks' channel: their gradients must not be taken for each other's."""
+    gradients, weights = joint_reference("in turn", 2)
+    for ((ours, final),) in ranks(2).run(joint, "in turn", [Setting(stage=stage)], timeout_s=30):
+        for n in gradients:
+            assert distance(ours[n], gradients[n]) <= 1e-6, n
+            assert distance(final[n], weights[n]) <= 1e-6, n
