@@ -178,9 +178,7 @@ def test_the_panel_shows_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plot_overlays_runs(tmp_path: Path) -> None:
-    rows = [
-        {"step": step, "seconds": step / 2, "tokens": step * 8, "loss": 5.0 / step} for step in range(1, 9)
-    ]
+    rows = [{"step": step, "seconds": step / 2, "tokens": step * 8, "loss": 5.0 / step} for step in range(1, 9)]
     paths = [tmp_path / name / "history.json" for name in ("a", "b")]
     for path in paths:
         path.parent.mkdir()

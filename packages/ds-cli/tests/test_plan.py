@@ -70,9 +70,7 @@ def test_gpus_are_chosen(options: dict[str, Any], expected: str) -> None:
         ("0,9,1", {}, "0"),  # CUDA stops at the first index that does not exist
     ],
 )
-def test_slots_count_within_cuda_visible_devices(
-    visible: str, options: dict[str, Any], expected: str
-) -> None:
+def test_slots_count_within_cuda_visible_devices(visible: str, options: dict[str, Any], expected: str) -> None:
     assert devices(build(FOUR_GPUS, {"CUDA_VISIBLE_DEVICES": visible}, **options)) == expected
 
 

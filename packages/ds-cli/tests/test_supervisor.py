@@ -170,9 +170,7 @@ def test_the_output_s_reader_leaves(launch) -> None:
 
 
 def test_what_ranks_leave_behind_is_stopped(launch) -> None:
-    job = launch(
-        "mark('pid_child', subprocess.Popen(['sleep', '600'], preexec_fn=os.setpgrp).pid)", "--num_gpus", "1"
-    )
+    job = launch("mark('pid_child', subprocess.Popen(['sleep', '600'], preexec_fn=os.setpgrp).pid)", "--num_gpus", "1")
     assert job.wait() == 0
     job.until_dead(int(job.mark("pid_child")))
     assert b"1 process(es) that they started run on" in job.err
@@ -204,12 +202,8 @@ def bystander():
     process.wait()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_a_signal_is_passed_to_the_own_ranks_only(
-    launch, bystander, number: signal.Signals, code: int
-) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_is_passed_to_the_own_ranks_only(launch, bystander, number: signal.Signals, code: int) -> None:
     job = launch(
         f"""
         def note(number, frame):

@@ -80,9 +80,7 @@ def _receive(pipe: Any, seconds: float) -> Ended:
     return Ended(value, error, seconds=seconds)
 
 
-def _run(
-    pipe: Connection, rank: int, function: Callable[..., Any], args: tuple, env: Mapping[str, str]
-) -> None:
+def _run(pipe: Connection, rank: int, function: Callable[..., Any], args: tuple, env: Mapping[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)

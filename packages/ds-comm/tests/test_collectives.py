@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing import RankPool
 from torch.distributed import ReduceOp
 
 import ds_comm
 from ds_comm import Communicator, Route, RoutePolicy, shared_memory
+from testing import RankPool
 
 Ranks = Callable[[int], RankPool]
 
@@ -137,18 +137,14 @@ def test_dtypes_operations_and_forms(ranks: Ranks, world: int, route: Route) -> 
         for op in ("SUM", "AVG", "MAX"):
             cases.append(Case("all_reduce", (50,) * world, dtype, op, async_op=async_op))
         for op, aliased in itertools.product(("SUM", "AVG"), [False, True]):
-            cases.append(
-                Case("reduce_scatter", (50,) * world, dtype, op, aliased=aliased, async_op=async_op)
-            )
+            cases.append(Case("reduce_scatter", (50,) * world, dtype, op, aliased=aliased, async_op=async_op))
             uneven = tuple(range(40, 40 + world))
             cases.append(Case("reduce_scatter", uneven, dtype, op, aliased=aliased, async_op=async_op))
         for aliased in (False, True):
             cases.append(Case("all_gather", (50,) * world, dtype, aliased=aliased, async_op=async_op))
     for dtype, op in itertools.product([torch.bfloat16, torch.float16], ["SUM", "AVG"]):
         cases.append(Case("reduce_scatter", (50,) * world, dtype, op, output=torch.float32))
-        cases.append(
-            Case("reduce_scatter", (7, *(31,) * (world - 1)), dtype, op, output=torch.float32, async_op=True)
-        )
+        cases.append(Case("reduce_scatter", (7, *(31,) * (world - 1)), dtype, op, output=torch.float32, async_op=True))
     assert_equal_to_torch(ranks(world), cases, route)
 
 
@@ -242,10 +238,10 @@ def reduce_in_cuts(
         for cut in cuts:
             edges = [0, *cut, numel]
             pieces = data.clone()
-            for start, stop in zip(edges, edges[1:]):
+            for start, stop in itertools.pairwise(edges):
                 comm.all_reduce(pieces[start:stop])
             by_pieces.append(pieces)
-            splits = sorted(([0, *cut] + [numel] * comm.world)[: comm.world]) + [numel]
+            splits = [*sorted(([0, *cut] + [numel] * comm.world)[: comm.world]), numel]
             output = torch.empty(splits[comm.rank + 1] - splits[comm.rank], dtype=dtype)
             comm.reduce_scatter_tensor(output, data.clone(), splits=splits)
             gathered = torch.empty_like(data)
@@ -366,9 +362,7 @@ def spied(route: Route) -> dict[str, list[str]]:
     with communicator(route) as comm:
         data, piece = torch.ones(64), torch.ones(32)
         comm.all_reduce(data)  # connects
-        with mock.patch.multiple(
-            dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}
-        ):
+        with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
             spies = {name: getattr(dist, name) for name in names}
             # The communicator looked some of them up when it was imported.
             module = "ds_comm.communicator"

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import RankPool
 
 from ds_comm import ParallelDims
+from testing import RankPool
 
 Ranks = Callable[[int], RankPool]
 

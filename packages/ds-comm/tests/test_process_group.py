@@ -241,9 +241,7 @@ def sockets() -> set[str]:
 
 def listening() -> set[str]:
     """Ports of this network on which something listens."""
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
-    ]
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {parts[1] for parts in lines if len(parts) > 3 and parts[3] == "0A" and parts[9] in own_sockets()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -17,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from testing import RankPool
 
 import ds_comm
 from ds_comm import CommError, Communicator, Route
 from ds_comm.shared_memory import SharedMemoryTransport, even_splits, splits_are_even
+from testing import RankPool
 
 Launch = Callable[..., list[Any]]
 Ranks = Callable[[int], RankPool]
@@ -49,9 +50,7 @@ def call(comm: Communicator, kind: str, numel: int = 12, async_op: bool = False)
     if kind == "all_gather":
         work = comm.all_gather_into_tensor(torch.empty(numel * comm.world), torch.ones(numel), async_op)
     elif kind == "reduce_scatter":
-        work = comm.reduce_scatter_tensor(
-            torch.empty(numel), torch.ones(numel * comm.world), async_op=async_op
-        )
+        work = comm.reduce_scatter_tensor(torch.empty(numel), torch.ones(numel * comm.world), async_op=async_op)
     else:
         work = comm.all_reduce(torch.ones(numel), async_op=async_op)
     if work is not None:
@@ -161,9 +160,7 @@ def differ_in(rank: int, folder: str, what: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("what", "words"), [("size", "12 float32"), ("dtype", "10 float64")])
-def test_ranks_with_different_tensors_are_told_which(
-    launch: Launch, tmp_path: Path, what: str, words: str
-) -> None:
+def test_ranks_with_different_tensors_are_told_which(launch: Launch, tmp_path: Path, what: str, words: str) -> None:
     for each in launch(2, differ_in, str(tmp_path), what):
         message, seconds = each.value
         assert message.startswith("CommError: ") and seconds < SOON_S
@@ -372,9 +369,7 @@ def groups_at_once(lists: list[list[int]], rounds: int) -> list[bool]:
             tensor = torch.full((size,), float(rank + step))
             works.append(comm.all_reduce(tensor, async_op=True))
             gathered = torch.empty(size * comm.world)
-            works.append(
-                comm.all_gather_into_tensor(gathered, torch.full((size,), float(rank)), async_op=True)
-            )
+            works.append(comm.all_gather_into_tensor(gathered, torch.full((size,), float(rank)), async_op=True))
             plain = torch.full((3,), float(number + 1))
             total = float(sum(member + step for member in lists[number]))
             order = torch.tensor([float(member) for member in lists[number]]).repeat_interleave(size)
@@ -441,7 +436,7 @@ def test_src_is_a_rank_of_the_group(ranks: Ranks) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 6, 7, 8, 1000])
 def test_even_splits(numel: int, world: int) -> None:
     splits = even_splits(numel, world)
-    sizes = [stop - start for start, stop in zip(splits, splits[1:])]
+    sizes = [stop - start for start, stop in itertools.pairwise(splits)]
     assert len(sizes) == world and splits[0] == 0 and splits[-1] == numel
     assert max(sizes) - min(sizes) <= 1
     assert splits_are_even(splits) == (numel % world == 0)

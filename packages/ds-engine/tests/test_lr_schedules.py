@@ -222,9 +222,7 @@ def test_warmup_to_the_optimizers_own_learning_rates() -> None:
 
 
 @pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
-def test_a_training_shorter_than_its_warmup_is_warned_about(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_shorter_than_its_warmup_is_warned_about(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build_scheduler(name, optimizer(), {"total_num_steps": 3, "warmup_num_steps": 5})
     assert "total_num_steps (3) is below warmup_num_steps (5)" in caplog.text

@@ -41,9 +41,7 @@ ADAMS = ["Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam"]
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in [(3, 4), (5, 2)]
-    ]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in [(3, 4), (5, 2)]]
 
 
 def set_grads(params: list[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
@@ -86,9 +84,7 @@ def test_sparse_adam_builds_and_steps() -> None:
     assert (embedding.weight != start).any(dim=1).tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("Lion", Lion), ("lamb", Lamb), ("FusedLamb", Lamb), ("fusedlamb", Lamb)]
-)
+@pytest.mark.parametrize(("name", "kind"), [("Lion", Lion), ("lamb", Lamb), ("FusedLamb", Lamb), ("fusedlamb", Lamb)])
 def test_own_optimizers_by_name(name: str, kind: type) -> None:
     assert type(build_optimizer(name, parameters(), {"lr": 0.01})) is kind
 

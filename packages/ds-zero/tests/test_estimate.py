@@ -74,9 +74,7 @@ def test_deepspeed_s_numbers(
 ) -> None:
     total_params, num_gpus_per_node, num_nodes, factor = setup
     for cpu_offload, expected in ((True, offload), (False, no_offload)):
-        got = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, cpu_offload, factor
-        )
+        got = estimate_zero2_model_states_mem_needs(total_params, num_gpus_per_node, num_nodes, cpu_offload, factor)
         assert all(type(each) is int for each in got)
         assert [mine for mine, other in zip(got, expected) if other is not None] == [
             other for other in expected if other is not None

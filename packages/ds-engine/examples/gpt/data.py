@@ -81,9 +81,7 @@ def sample(text: Tensor, batch: int, context: int, step: int, rank: int, seed: i
     return windows[:, :-1], windows[:, 1:]
 
 
-def held_out_batches(
-    text: Tensor, batch: int, context: int, count: int, rank: int = 0, world_size: int = 1
-) -> Batches:
+def held_out_batches(text: Tensor, batch: int, context: int, count: int, rank: int = 0, world_size: int = 1) -> Batches:
     """`count` fixed micro-batches for this rank: windows spread over the text, dealt out to the ranks."""
     windows = batch * count * world_size
     starts = torch.linspace(0, len(text) - context - 1, windows).long()[rank::world_size]
@@ -95,9 +93,7 @@ def held_out_batches(
 def decode(tokens: Tensor) -> str:
     """Bytes as text that is safe to print: a model that knows little writes control characters too."""
     text = bytes(tokens.tolist()).decode(errors="replace")
-    return "".join(
-        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
-    )
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _encode(files: dict[str, bytes]) -> Tensor:

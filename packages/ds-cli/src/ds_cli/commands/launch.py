@@ -40,9 +40,7 @@ def _number(text: str) -> float:
 
 def launch(
     ctx: typer.Context,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="What to run: see --module and --no_python.")
-    ],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What to run: see --module and --no_python.")],
     script_args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script untouched.")
     ] = None,
@@ -58,9 +56,7 @@ def launch(
     ] = None,
     num_nodes: Annotated[
         int,
-        typer.Option(
-            "--num_nodes", metavar="N", parser=_whole_number, help="Number of machines. Only 1 so far."
-        ),
+        typer.Option("--num_nodes", metavar="N", parser=_whole_number, help="Number of machines. Only 1 so far."),
     ] = 1,
     include: Annotated[
         str, typer.Option("--include", metavar="HOST:SLOTS", help="Use only these GPUs, as in localhost:0,1.")
@@ -81,12 +77,8 @@ def launch(
             help="Port of rank 0. Default: 29500, or a free one if that is taken.",
         ),
     ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", help="SCRIPT is a module: run it as python -m SCRIPT.")
-    ] = False,
-    no_python: Annotated[
-        bool, typer.Option("--no_python", help="SCRIPT is an executable: run it as it is.")
-    ] = False,
+    module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module: run it as python -m SCRIPT.")] = False,
+    no_python: Annotated[bool, typer.Option("--no_python", help="SCRIPT is an executable: run it as it is.")] = False,
     no_local_rank: Annotated[
         bool, typer.Option("--no_local_rank", help="Do not pass --local_rank=N to the script.")
     ] = False,

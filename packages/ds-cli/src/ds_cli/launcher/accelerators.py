@@ -54,8 +54,7 @@ def visible_devices(num_gpus: int, value: str | None) -> tuple[str, ...]:
             break
         if name in names:
             raise LaunchError(
-                f"CUDA_VISIBLE_DEVICES must name each device once; it is {value!r}. "
-                f"Remove the second {name!r}."
+                f"CUDA_VISIBLE_DEVICES must name each device once; it is {value!r}. Remove the second {name!r}."
             )
         names.append(name)
     return tuple(names)

@@ -104,9 +104,7 @@ def split_cores(nodes: Sequence[Sequence[int]], num_ranks: int) -> tuple[tuple[i
     if num_ranks % len(nodes) == 0 and all(len(node) >= per_node for node in nodes):
         # The smallest share counts for all: the ranks wait for each other anyway.
         share = min(len(node) // per_node for node in nodes)
-        return tuple(
-            tuple(node[index * share : (index + 1) * share]) for node in nodes for index in range(per_node)
-        )
+        return tuple(tuple(node[index * share : (index + 1) * share]) for node in nodes for index in range(per_node))
     flat = [core for node in nodes for core in node]
     share = total // num_ranks
     return tuple(tuple(flat[rank * share : (rank + 1) * share]) for rank in range(num_ranks))

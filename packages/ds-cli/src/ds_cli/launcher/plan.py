@@ -177,9 +177,7 @@ def _rendezvous(rank: int, world_size: int, master_addr: str, master_port: int) 
 
 def _cores(options: LaunchOptions, machine: Machine, num_ranks: int) -> tuple[tuple[int, ...], ...]:
     if not machine.can_bind:
-        raise LaunchError(
-            "--bind_cores_to_rank needs a system that can bind processes (Linux). Leave it out."
-        )
+        raise LaunchError("--bind_cores_to_rank needs a system that can bind processes (Linux). Leave it out.")
     if not options.bind_core_list:
         return split_cores(machine.numa_nodes, num_ranks)
     cores = parse_core_list(options.bind_core_list)

@@ -50,9 +50,7 @@ def free_port() -> int:
             port = int(probe.getsockname()[1])
         if port_is_free(port):
             return port
-    raise LaunchError(
-        "the ranks need a free port to meet at, and none was found. Give one with --master_port."
-    )
+    raise LaunchError("the ranks need a free port to meet at, and none was found. Give one with --master_port.")
 
 
 def choose_port(asked: int | None, is_free: Callable[[int], bool] = port_is_free) -> int:

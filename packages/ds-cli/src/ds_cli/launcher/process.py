@@ -34,9 +34,7 @@ def log_files(plan: LaunchPlan) -> dict[int, RankLogs]:
             os.makedirs(plan.log_dir, exist_ok=True)
             for each in plan.ranks:
                 out, err = (
-                    opened.enter_context(
-                        open(os.path.join(plan.log_dir, f"rank_{each.rank}.{end}"), "ab", buffering=0)
-                    )
+                    opened.enter_context(open(os.path.join(plan.log_dir, f"rank_{each.rank}.{end}"), "ab", buffering=0))
                     for end in ("out", "err")
                 )
                 logs[each.rank] = (out, err)
@@ -66,9 +64,7 @@ class RankProcess:
         OSError: the process cannot be started.
     """
 
-    def __init__(
-        self, plan: RankPlan, out: Sink, err: Sink, logs: RankLogs | None, whole_lines: bool
-    ) -> None:
+    def __init__(self, plan: RankPlan, out: Sink, err: Sink, logs: RankLogs | None, whole_lines: bool) -> None:
         self.rank = plan.rank
         self.tail = Tail()
         self.exit_code: int | None = None

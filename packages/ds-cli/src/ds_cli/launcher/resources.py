@@ -88,8 +88,7 @@ def choose_slots(
         left = tuple(slot for slot in range(num_slots) if slot not in excluded)
         if not left:
             raise LaunchError(
-                f"--exclude must leave a slot to run on; {options.exclude!r} excludes all {num_slots}. "
-                "Exclude fewer."
+                f"--exclude must leave a slot to run on; {options.exclude!r} excludes all {num_slots}. Exclude fewer."
             )
         return left
     return tuple(range(num_slots))

@@ -117,9 +117,7 @@ class RankStream:
             byte at once, and nothing but those.
     """
 
-    def __init__(
-        self, fd: int, sink: Sink, tail: Tail, log: BinaryIO | None = None, whole_lines: bool = True
-    ) -> None:
+    def __init__(self, fd: int, sink: Sink, tail: Tail, log: BinaryIO | None = None, whole_lines: bool = True) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.sink = sink

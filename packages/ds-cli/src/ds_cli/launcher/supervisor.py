@@ -165,9 +165,7 @@ class Supervisor:
         for rank in self._ranks:
             for stream in rank.streams:
                 if stream.log_error is not None:
-                    self._warn(
-                        f"the log of rank {rank.rank} ends here ({stream.log_error}); the ranks run on."
-                    )
+                    self._warn(f"the log of rank {rank.rank} ends here ({stream.log_error}); the ranks run on.")
 
     def _look_at_ranks(self) -> None:
         for rank in self._ranks:
@@ -176,9 +174,7 @@ class Supervisor:
             assert rank.exit_code is not None
             self._failed = rank
             others = "; stopping the others." if len(self._ranks) > 1 else "."
-            self._say(
-                f"rank {rank.rank} of {len(self._ranks)} (pid {rank.session}) {rank.how_it_ended()}{others}"
-            )
+            self._say(f"rank {rank.rank} of {len(self._ranks)} (pid {rank.session}) {rank.how_it_ended()}{others}")
             self._stop(rank.exit_code, signal.SIGTERM)
 
     def _obey_signals(self) -> None:
