@@ -20,11 +20,11 @@ from parity.corner_calls import MICROS, WAYS, Job, equivalent, trained_all
 from parity.corners import weight_loss
 from parity.problem import Batch, Outcome, Small, distance, plain_loss, reference
 from parity.test_matrix import DEFAULT, TINY
-from testing import RankPool
+from testing import RankError, RankPool
 
 ENGINE_ONLY = {"divided by hand"}
-# A plain backward that touches no parameter tells the engine nothing, so stage 2 can't know that it ran.
-PLAIN_MAY_MISS = {"loss elsewhere"}
+# What one rank alone does behind the engine's back may be refused, with an error and not by waiting.
+ALONE = {"loss elsewhere": True, "by hand on one rank": False}
 
 
 @cache
@@ -46,11 +46,11 @@ def hold(outcome: Outcome, theirs: Outcome, tolerance: float, where: str) -> flo
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "by hand on one rank"])
 def test_way(ranks: Callable[[int], RankPool], report: Callable[..., None], way: str, world: int) -> None:
     """Each way at every stage, by engine.backward and by loss.backward, is what plain PyTorch makes of it."""
     stages = [0, 1, 2] if world == 2 else [2]
-    forms = [False] if way in ENGINE_ONLY | PLAIN_MAY_MISS else [False, True]
+    forms = [False] if way in ENGINE_ONLY | ALONE.keys() else [False, True]
     jobs = [Job(way, zeros(stage), plain) for stage in stages for plain in forms]
     by_rank = ranks(world).run(trained_all, jobs)
     worst = 0.0
@@ -62,11 +62,20 @@ def test_way(ranks: Callable[[int], RankPool], report: Callable[..., None], way:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_plain_loss_elsewhere(ranks: Callable[[int], RankPool], stage: int) -> None:
-    """loss.backward() on a loss that is another model's, on one rank: right, or refused, within seconds."""
-    by_rank = ranks(2).run(trained_all, [Job("loss elsewhere", zeros(stage), True)], timeout_s=30)
+@pytest.mark.parametrize("way", ALONE)
+def test_one_rank_alone(ranks: Callable[[int], RankPool], way: str, stage: int) -> None:
+    """A plain backward that touches no parameter of the engine, or `.grad` written, on one rank only.
+
+    Right, or every rank is refused within seconds.
+    """
+    try:
+        by_rank = ranks(2).run(trained_all, [Job(way, zeros(stage), plain=ALONE[way])], timeout_s=20)
+    except RankError as error:
+        assert error.types.keys() == {0, 1}, error
+        assert set(error.types.values()) <= {"CommError", "ZeroError", "EngineError"}, error
+        return
     for (outcome,) in by_rank:
-        hold(outcome, expected("loss elsewhere", 2), 1e-6, f"stage {stage}")
+        hold(outcome, expected(way, 2), 1e-6, f"stage {stage}")
 
 
 @dataclass

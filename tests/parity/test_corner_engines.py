@@ -75,7 +75,7 @@ def test_engines_called_in_another_order_by_rank(ranks: Callable[[int], RankPool
     """Two engines of one shape: their gradients are not taken for each other's. Right, or refused; not silent."""
     gradients, weights = joint_reference("in turn", 2)
     try:
-        by_rank = ranks(2).run(joint, "in turn", [Setting(stage=stage)], timeout_s=30)
+        by_rank = ranks(2).run(joint, "in turn", [Setting(stage=stage)], timeout_s=20)
     except RankError as error:
         assert set(error.types.values()) <= {"CommError", "ZeroError", "EngineError"}, error
         return

@@ -1,0 +1,45 @@
+"""Corners where an engine may refuse what plain PyTorch allows, but must not be silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from parity.corner_refusals import USES, outcome, unused
+from testing import RankPool
+
+# What a refusal has to name, so that one who meets it knows what to change.
+MUST_NAME = {
+    "second_engine": "destroy",
+    "replaced_engine": "destroy",
+    "shared_layer": "0.",
+    "complex_parameter": "turn",
+    "complex_parameter_in_bf16": "turn",
+    "sparse_adam": "SparseAdam",
+    "lbfgs": "closure",
+    "replaced_data": "0.weight",
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("use", USES)
+def test_right_or_refused(ranks: Callable[[int], RankPool], use: str, stage: int) -> None:
+    """The result is plain PyTorch's, or every rank raises an error that names the cause."""
+    found = ranks(2).run(outcome, use, stage, timeout_s=20)
+    for far, message in found:
+        if message:
+            assert MUST_NAME.get(use, "") in message, message
+        else:
+            assert far <= 1e-5, f"silently wrong by {far}"
+    assert len({bool(message) for _, message in found}) == 1, f"ranks disagree: {found}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_unused_parameters_are_named(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """ignore_unused_parameters=false: every rank names them and how many ranks missed them; nobody hangs."""
+    for message, far in ranks(2).run(unused, stage, timeout_s=20):
+        assert message.startswith("ZeroError"), message
+        assert "'1.weight' (unused on 1 of 2 ranks)" in message and "'1.bias'" in message, message
+        assert "0.weight" not in message, message
+        assert far <= 1e-6, far
