@@ -130,13 +130,44 @@ def test_default_weight_decay_of_adams() -> None:
 
 
 def test_switches_that_torch_s_adam_has_not_are_taken_at_their_default_only() -> None:
-    defaults = {"bias_correction": True, "set_grad_none": True, "fp32_optimizer_states": True}
-    build_optimizer("Adam", parameters(), defaults)
+    defaults = {"set_grad_none": True, "fp32_optimizer_states": True}
+    build_optimizer("Adam", parameters(), {"bias_correction": True} | defaults)
     for switch in defaults:
         with pytest.raises(ValueError, match=f"{switch} is true for Adam in this version, got false"):
             build_optimizer("Adam", parameters(), {switch: False})
     with pytest.raises(ValueError, match="adam_w_mode is true for AdamW"):
         build_optimizer("AdamW", parameters(), {"adam_w_mode": False})
+
+
+# Adam without bias correction
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_without_bias_correction_is_torch_s_adam_after_endless_steps(decoupled: bool) -> None:
+    """torch's corrections tend to 1 with the number of steps, so torch with a huge count is the reference."""
+    values = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+    ours, theirs = parameters(), parameters()
+    mine = build_optimizer("Adam", ours, values | {"bias_correction": False, "adam_w_mode": decoupled})
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = kind(theirs, foreach=False, **values)
+    for step in range(5):
+        for one, other in zip(ours, theirs):
+            one.grad = torch.sin(torch.arange(one.numel()) + step).view_as(one).to(one.dtype)
+            other.grad = one.grad.clone()
+            state = reference.state[other]
+            state.setdefault("exp_avg", torch.zeros_like(other))
+            state.setdefault("exp_avg_sq", torch.zeros_like(other))
+            state["step"] = torch.tensor(1e6)
+        mine.step()
+        reference.step()
+        for one, other in zip(ours, theirs):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert elementwise(mine)
+
+
+def test_adam_without_bias_correction_refuses_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="without bias correction takes .*got 'amsgrad'"):
+        build_optimizer("Adam", parameters(), {"bias_correction": False, "amsgrad": True})
 
 
 # The fused kernels

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_engine.optim_adam import UncorrectedAdam
 from ds_engine.optim_lamb import Lamb
 from ds_engine.optim_lion import Lion
 
@@ -44,6 +45,7 @@ _ELEMENTWISE: tuple[OptimizerType, ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
     Lion,
+    UncorrectedAdam,
 )
 
 
@@ -59,8 +61,8 @@ def build_optimizer(
     - Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, CPUAdam: `torch.optim.AdamW`, with DeepSpeed's default of no
       weight decay. All but AdamW take `adam_w_mode: false` (`adamw_mode` is the same), which means
       `torch.optim.Adam`: the decay is added to the gradient. With `torch_adam: true` the default weight decay
-      is torch's, as in DeepSpeed. `set_grad_none` and `fp32_optimizer_states` are taken with their defaults,
-      which are what torch does.
+      is torch's, as in DeepSpeed. With `bias_correction: false` it is ds_engine's own `UncorrectedAdam`.
+      `set_grad_none` and `fp32_optimizer_states` are taken with their defaults, which are what torch does.
     - Lion, and Lamb or FusedLamb: `ds_engine`'s own.
     - any class of `torch.optim`, with torch's parameters and defaults.
 
@@ -152,16 +154,14 @@ def _adam(name: str, params: Mapping[str, Any]) -> tuple[OptimizerType, dict[str
     _check_names(name, [*_accepted(torch.optim.AdamW), *_ADAM_SWITCHES], params)
     if name == "AdamW" and not decoupled:
         raise ValueError("adam_w_mode is true for AdamW, got false: leave it out, or use Adam")
-    if not switches["bias_correction"]:
-        raise ValueError(
-            f"bias_correction is true for {name} in this version, got false: leave it out, or use Lamb, "
-            "which can go without"
-        )
     for key in ("set_grad_none", "fp32_optimizer_states"):
         if not switches[key]:
             raise ValueError(f"{key} is true for {name} in this version, got false: leave it out")
     if not switches["torch_adam"]:
         rest.setdefault("weight_decay", 0.0)
+    if not switches["bias_correction"]:
+        _check_names(f"{name} without bias correction", _accepted(UncorrectedAdam), rest)
+        return UncorrectedAdam, rest | {"adam_w_mode": decoupled}
     return torch.optim.AdamW if decoupled else torch.optim.Adam, rest
 
 
