@@ -166,7 +166,7 @@ def test_adam_without_bias_correction_is_torch_s_adam_after_endless_steps(decoup
 
 
 def test_adam_without_bias_correction_refuses_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match="without bias correction takes .*got 'amsgrad'"):
+    with pytest.raises(ValueError, match=r"without bias correction takes .*got 'amsgrad'"):
         build_optimizer("Adam", parameters(), {"bias_correction": False, "amsgrad": True})
 
 
