@@ -11,12 +11,16 @@ from torch.distributed import ReduceOp
 from ds_comm.communicator import Communicator
 from ds_comm.work import Work
 
-# One communicator a group: connecting shared memory is done once. Weak: it goes with its group.
+# One communicator a group: connecting shared memory is done once. Weak, as is the communicator's hold on its group:
+# it goes when `destroy_process_group` lets the group go.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
-    """The communicator of `group` (default: the world; a world of one where no group runs)."""
+    """The communicator of `group` (default: the world; a world of one where no group runs).
+
+    It is the same one for as long as the group lives. Its first call that finds shared memory is collective.
+    """
     if group is None:
         if not dist.is_initialized():
             return Communicator(None)

@@ -23,7 +23,7 @@ def reduce_scatter(
 ) -> Deferred:
     """`output` = sum over ranks of `input[splits[rank]:splits[rank + 1]]`, times `scale`.
 
-    Sums run in rank order, in `output`'s dtype, after the last piece has come (in the handle's `wait`).
+    Sums run in rank order, in the wider dtype of the two, after the last piece has come (in the handle's `wait`).
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     own = input[splits[rank] : splits[rank + 1]]
@@ -38,7 +38,7 @@ def reduce_scatter(
             works.append(dist.irecv(parts[come], group=group, group_src=come))
 
     def finish() -> None:
-        total = parts[0].to(output.dtype, copy=True)
+        total = parts[0].to(torch.promote_types(input.dtype, output.dtype), copy=True)
         for part in parts[1:]:
             total.add_(part)
         if scale is not None:

@@ -72,13 +72,15 @@ def resolve(
     either, the process is a world of its own.
 
     Raises:
-        ValueError: the environment or the arguments name only a part of what is needed.
+        ValueError: the environment or the arguments name only a part of what is needed, or what can't be.
     """
     env = os.environ if env is None else env
     if auto_mpi_discovery and "RANK" not in env:
         env = {**env, **_from_mpi(env)}
-    rank = rank if rank >= 0 else _integer(env, "RANK", -1)
-    world_size = world_size if world_size > 0 else _integer(env, "WORLD_SIZE", -1)
+    if world_size == 0:
+        raise ValueError("a world has at least one rank: world_size=0; give their number, or -1 to read WORLD_SIZE")
+    rank = rank if rank >= 0 else _integer(env, "RANK", -1, least=0)
+    world_size = world_size if world_size > 0 else _integer(env, "WORLD_SIZE", -1, least=1)
     if (rank < 0) != (world_size < 0):
         raise ValueError(
             "a rank and the number of ranks go together: "
@@ -95,19 +97,19 @@ def resolve(
     if rank >= world_size:
         raise ValueError(f"ranks count from 0: RANK is {rank} in a world of {world_size}; give 0..{world_size - 1}")
     if init_method in (None, "env://"):
-        address, port = env.get("MASTER_ADDR"), _integer(env, "MASTER_PORT", distributed_port)
+        address, port = env.get("MASTER_ADDR"), _integer(env, "MASTER_PORT", distributed_port, least=0)
         if address is None and world_size > 1:
             raise ValueError(
                 "ranks meet at MASTER_ADDR, which is not set; start through `ds launch`, "
                 "or set it to the address of rank 0's machine"
             )
-        init_method = f"tcp://{address}:{port}" if address else "local"
+        init_method = f"tcp://{_host(address)}:{port}" if address else "local"
     return Rendezvous(
         backend=dist_backend or default_backend(),
         init_method=str(init_method),
         rank=rank,
         world_size=world_size,
-        local_rank=_integer(env, "LOCAL_RANK", 0),
+        local_rank=_integer(env, "LOCAL_RANK", 0, least=0),
         timeout=timeout or _timeout(config_timeout_s, env),
     )
 
@@ -209,25 +211,33 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 def get_local_rank() -> int:
     """This process's number on its machine: LOCAL_RANK, or 0."""
-    return _integer(os.environ, "LOCAL_RANK", 0)
+    return _integer(os.environ, "LOCAL_RANK", 0, least=0)
 
 
-def _integer(env: Mapping[str, str], key: str, default: int) -> int:
+def _integer(env: Mapping[str, str], key: str, default: int, least: int) -> int:
     text = env.get(key)
     if text is None:
         return default
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
+        number = least - 1
+    if number < least:
         raise ValueError(
-            f"{key} is a whole number, and the environment has {text!r}; set it right or unset it"
-        ) from None
+            f"{key} is a whole number of at least {least}, and the environment has {text!r}; set it right or unset it"
+        )
+    return number
+
+
+def _host(address: str) -> str:
+    """`address` as it stands in a URL: one of IP version 6 in brackets, which keep its colons from the port's."""
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
 def _timeout(config_s: float | None, env: Mapping[str, str]) -> timedelta:
     if config_s is not None:
         return timedelta(seconds=config_s)
-    minutes = _integer(env, "DEEPSPEED_TIMEOUT", 0)
+    minutes = _integer(env, "DEEPSPEED_TIMEOUT", 0, least=0)
     return timedelta(minutes=minutes) if minutes > 0 else DEFAULT_TIMEOUT
 
 

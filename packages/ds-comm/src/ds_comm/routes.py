@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+SHARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What shared memory is used for: dtypes in which sums can be made on a CPU."""
+
 
 class Route(enum.Enum):
     """How a collective travels."""
@@ -61,7 +64,7 @@ class RoutePolicy:
             world: ranks in the group.
             one_host: all of them run on one machine and can share memory.
         """
-        if backend != "gloo" or tensor.device.type != "cpu" or not tensor.dtype.is_floating_point:
+        if backend != "gloo" or tensor.device.type != "cpu" or tensor.dtype not in SHARED_DTYPES:
             return Route.NATIVE
         num_bytes = tensor.numel() * tensor.element_size()
         if (

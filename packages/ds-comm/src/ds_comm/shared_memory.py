@@ -2,8 +2,8 @@
 
 Every rank owns a segment (an anonymous memory file: nothing is left behind when a process dies) of two
 slots; peers map it. A transfer goes chunk by chunk: write what others need into one slot, tell them, read
-theirs. Telling is a message on a Unix socket, which blocks without burning a core, orders memory on every
-processor, and fails at once when the other side dies.
+theirs. Telling is a message on a Unix socket (see `links`), which blocks without burning a core, orders memory on
+every processor, and fails at once when the other side dies.
 
 Note [Two slots are enough]: to write chunk c+1 a rank must know that every peer has read chunk c-1, which
 lay in the same slot. It has passed the signal of chunk c, which a peer sends only after reading c-1. The
@@ -17,25 +17,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import secrets
 import socket
-import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 
-from ds_comm.errors import CommError
-from ds_comm.work import Queued
+from ds_comm.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Links
+from ds_comm.work import Queued, Worker
 
 SEGMENT_SLOT_BYTES = 2 << 20
-
-_SIGNAL = struct.Struct("<IHHQ")  # number of the call, kind, dtype, elements
-_KINDS = {1: "reduce_scatter", 2: "all_gather"}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def even_splits(numel: int, world: int) -> tuple[int, ...]:
@@ -47,18 +40,13 @@ def even_splits(numel: int, world: int) -> tuple[int, ...]:
 class SharedMemoryTransport:
     """The shared segments and signal sockets of one group. Made by `open`, used by every rank alike."""
 
-    def __init__(self, rank: int, segments: list[torch.Tensor], sockets: dict[int, socket.socket], timeout_s: float):
-        self.rank, self.world = rank, len(segments)
+    def __init__(self, links: Links, segments: list[torch.Tensor]):
+        self.rank, self.world = links.rank, len(segments)
+        self._links = links
+        self._exchange = links.exchange
         self._segments = segments  # by rank: uint8 [2 * SEGMENT_SLOT_BYTES]
-        self._sockets = sockets  # by peer
-        self._timeout_s = timeout_s
         self._chunk = 0  # see Note [Two slots are enough]
-        self._call = 0
-        self._broken: str | None = None
-        self._jobs: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._worker = Worker()
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout_s: float) -> SharedMemoryTransport | None:
@@ -130,44 +118,31 @@ class SharedMemoryTransport:
         finally:
             for each in fds.values():
                 os.close(each)
-        return cls(rank, segments, sockets, timeout_s)
+        return cls(Links(rank, sockets, timeout_s), segments)
 
     def close(self) -> None:
-        """Ends the worker and closes the sockets; the memory goes with the last process that maps it."""
-        if self._worker is not None:
-            self._jobs.put(None)
-            self._worker.join(1.0)
-            self._worker = None
-        for link in self._sockets.values():
-            link.close()
-        self._sockets = {}
-        self._broken = "the group was closed"
+        """Ends the jobs that wait, with an error, and the worker; closes the sockets. Waits for no peer.
+
+        The memory goes with the last process that maps it.
+        """
+        self._links.leave()
+        self._worker.close()
+        self._links.close()
 
     def submit(self, job: Callable[[], None]) -> Queued:
         """Runs `job` (calls of this transport) on the worker thread, after those submitted before."""
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="ds-comm", daemon=True)
-            self._worker.start()
-        queued = Queued(job)
-        with self._lock:
-            self._waiting += 1
-        self._jobs.put(queued)
-        return queued
+        if self._links.broken:  # the job will say so; there may be no thread to run it, after close or in a fork
+            queued = Queued(job)
+            queued.run()
+            return queued
+        return self._worker.submit(job)
 
     def run(self, job: Callable[[], None]) -> None:
         """Runs `job` now, in this thread; after what was submitted, if any of that is left."""
-        with self._lock:
-            busy = self._waiting > 0
-        if busy:
-            self.submit(job).wait()
-        else:
+        if self._links.broken:
             job()
-
-    def _work(self) -> None:
-        while (queued := self._jobs.get()) is not None:
-            queued.run()
-            with self._lock:
-                self._waiting -= 1
+        else:
+            self._worker.run(job)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int], scale: float | None = None
@@ -175,20 +150,60 @@ class SharedMemoryTransport:
         """`output` = sum over ranks of `input[splits[rank]:splits[rank + 1]]`, times `scale`.
 
         Args:
-            output: flat, contiguous; may be wider than `input` (the sum is made in its dtype) and may be
-                `input`'s own piece.
-            input: flat, contiguous.
+            output: [splits[rank + 1] - splits[rank]], contiguous. Its dtype may differ from `input`'s: the sum is
+                made in the wider of both. May be `input`'s own piece.
+            input: [splits[-1]], contiguous, of a dtype in `routes.SHARED_DTYPES`.
             splits: world + 1 boundaries.
+            scale: a factor for the sum. Default: 1.
+
+        Raises:
+            CommError: see `Links.exchange`.
         """
+        self._reduce_scatter(self._signal(REDUCE_SCATTER, input), output, input, splits, scale)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]) -> None:
+        """`output[splits[r]:splits[r + 1]]` = rank r's `input`, on every rank.
+
+        Args:
+            output: [splits[-1]], contiguous, of a dtype in `routes.SHARED_DTYPES`.
+            input: [splits[rank + 1] - splits[rank]], of the same dtype; may be its place in `output`.
+            splits: world + 1 boundaries.
+
+        Raises:
+            CommError: see `Links.exchange`.
+        """
+        self._all_gather(self._signal(ALL_GATHER, output), output, input, splits)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: float | None = None) -> None:
+        """`tensor` = sum over ranks, times `scale`, in place. A reduce-scatter and an all-gather.
+
+        Args:
+            tensor: [any], contiguous, of a dtype in `routes.SHARED_DTYPES`.
+            scale: a factor for the sum. Default: 1.
+
+        Raises:
+            CommError: see `Links.exchange`.
+        """
+        signal = self._signal(ALL_REDUCE, tensor)
+        splits = even_splits(tensor.numel(), self.world)
+        own = tensor[splits[self.rank] : splits[self.rank + 1]]
+        self._reduce_scatter(signal, own, tensor, splits, scale)
+        self._all_gather(signal, tensor, own, splits)
+
+    def _signal(self, kind: int, tensor: torch.Tensor) -> bytes:
+        return self._links.signal(kind, tensor.dtype, tensor.numel())
+
+    def _reduce_scatter(
+        self, signal: bytes, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int], scale: float | None
+    ) -> None:
         rank, world = self.rank, self.world
-        signal = self._signal(1, input)
         room = SEGMENT_SLOT_BYTES // (world - 1) // 64 * 64
         step = room // input.element_size()
         longest = max(stop - start for start, stop in pairwise(splits))
         own = input[splits[rank] : splits[rank + 1]]
         for start in range(0, longest, step):
             slots = self._slots(input.dtype)
-            for peer in self._sockets:
+            for peer in self._links.peers:
                 piece = input[splits[peer] : splits[peer + 1]][start : start + step]
                 slots[rank][_offset(rank, peer) * step :][: piece.numel()].copy_(piece)
             self._exchange(signal)
@@ -206,16 +221,8 @@ class SharedMemoryTransport:
             if scale is not None:
                 target.mul_(scale)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]) -> None:
-        """`output[splits[r]:splits[r + 1]]` = rank r's `input`, on every rank.
-
-        Args:
-            output: flat, contiguous.
-            input: this rank's piece; may be its place in `output`.
-            splits: world + 1 boundaries.
-        """
+    def _all_gather(self, signal: bytes, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]) -> None:
         rank, world = self.rank, self.world
-        signal = self._signal(2, output)
         step = SEGMENT_SLOT_BYTES // output.element_size()
         longest = max(stop - start for start, stop in pairwise(splits))
         own = output[splits[rank] : splits[rank + 1]]
@@ -231,55 +238,11 @@ class SharedMemoryTransport:
                     target = output[splits[peer] : splits[peer + 1]][start : start + step]
                     target.copy_(slots[peer][: target.numel()])
 
-    def all_reduce(self, tensor: torch.Tensor, scale: float | None = None) -> None:
-        """`tensor` = sum over ranks, times `scale`, in place. A reduce-scatter and an all-gather."""
-        splits = even_splits(tensor.numel(), self.world)
-        own = tensor[splits[self.rank] : splits[self.rank + 1]]
-        self.reduce_scatter(own, tensor, splits, scale)
-        self.all_gather(tensor, own, splits)
-
     def _slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Every rank's current slot, as `dtype`."""
         start = (self._chunk & 1) * SEGMENT_SLOT_BYTES
         self._chunk += 1
         return [segment[start : start + SEGMENT_SLOT_BYTES].view(dtype) for segment in self._segments]
-
-    def _signal(self, kind: int, tensor: torch.Tensor) -> bytes:
-        if self._broken:
-            raise CommError(f"this group can't be used any more: {self._broken}; start the job again")
-        self._call = (self._call + 1) & 0xFFFFFFFF
-        return _SIGNAL.pack(self._call, kind, _DTYPES.index(tensor.dtype), tensor.numel())
-
-    def _exchange(self, signal: bytes) -> None:
-        """Tells every peer that our slot is filled, and waits until theirs are."""
-        for peer, link in self._sockets.items():
-            self._guard(peer, link.send, signal)
-        for peer, link in self._sockets.items():
-            got = self._guard(peer, link.recv, _SIGNAL.size)
-            if got == signal:
-                continue
-            if not got:
-                self._fail(f"rank {peer} ended while rank {self.rank} was in {_describe(signal)}")
-            self._fail(
-                "ranks make the same collectives in the same order: "
-                f"rank {self.rank} is in {_describe(signal)}, rank {peer} in {_describe(got)}; "
-                "make every rank run the same steps"
-            )
-
-    def _guard(self, peer: int, call: Callable, argument: bytes | int) -> bytes:
-        try:
-            return call(argument)
-        except TimeoutError:
-            self._fail(f"rank {peer} did not come within {self._timeout_s:.0f} s")
-        except OSError as error:
-            self._fail(f"rank {peer} can't be reached ({error}): it has probably ended")
-        raise AssertionError("unreachable")
-
-    def _fail(self, message: str) -> None:
-        self._broken = message
-        for link in self._sockets.values():
-            link.close()  # so that peers waiting for us learn it now
-        raise CommError(message)
 
 
 def _offset(owner: int, reader: int) -> int:
@@ -288,19 +251,19 @@ def _offset(owner: int, reader: int) -> int:
 
 
 def _sum(target: torch.Tensor, parts: list[torch.Tensor], rank: int) -> None:
-    """`target` = parts[0] + parts[1] + …, in that order, in target's dtype; parts[rank] may be target."""
+    """`target` = parts[0] + parts[1] + …, in that order, in the wider dtype; parts[rank] may be target."""
+    dtype = torch.promote_types(target.dtype, parts[0].dtype)
+    if dtype != target.dtype:
+        total = torch.empty_like(target, dtype=dtype)
+        _sum(total, parts, rank)
+        target.copy_(total)
+        return
     if parts[rank].data_ptr() == target.data_ptr() and rank != 0:
         own = target.clone()
         parts = [own if index == rank else part for index, part in enumerate(parts)]
     target.copy_(parts[0])
     for part in parts[1:]:
         target.add_(part)
-
-
-def _describe(signal: bytes) -> str:
-    call, kind, dtype, numel = _SIGNAL.unpack(signal)
-    name = str(_DTYPES[dtype]).removeprefix("torch.") if dtype < len(_DTYPES) else "?"
-    return f"call {call}: {_KINDS.get(kind, '?')} of {numel} {name}"
 
 
 def _map(fd: int) -> torch.Tensor:
