@@ -18,7 +18,7 @@ from ds_engine.dataloader import DistributedLoader
 from ds_engine.errors import ConfigError, EngineError
 from ds_engine.events import Event, Events
 from ds_engine.precision import LossScaler
-from ds_engine.scaling import CARRIED, scale_gradients
+from ds_engine.scaling import CARRIED
 from ds_zero import ShardedOptimizer
 
 
@@ -27,7 +27,7 @@ class Engine(nn.Module):
 
     A micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; every
     `gradient_accumulation_steps`-th step updates the parameters, the others only count. `loss.backward()`
-    does the same as `engine.backward(loss)`.
+    does the same as `engine.backward(loss)`, but in fp16, where it would leave the loss scale out and is refused.
 
     Source: DeepSpeed API reference 2.1, "Training API".
     """
@@ -66,6 +66,7 @@ class Engine(nn.Module):
         self._autocast_dtype = DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
         if optimizer is not None:
             optimizer.reduce_now = self._reduces_now
+            optimizer.carried_scale = self._carried_scale
             optimizer.loss_scale = loss_scaler.scale
             optimizer.num_accumulated = batch.accumulation
 
@@ -82,17 +83,13 @@ class Engine(nn.Module):
             self.events.emit(Event.BEFORE_FORWARD, self)
         if self._inputs_dtype is not None:
             args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-        # In fp16 gradients change scale at the engine's edges; see `scaling`.
-        scaled = learns and self.config.fp16.enabled
-        if scaled:
-            args, kwargs = scale_gradients((args, kwargs), self.loss_scaler, entering=False)
         if self._autocast_dtype is None:
             outputs = self.module(*args, **kwargs)
         else:
             with torch.autocast(self.device.type, self._autocast_dtype):
                 outputs = self.module(*args, **kwargs)
-        if scaled:
-            outputs = scale_gradients(outputs, self.loss_scaler, entering=True)
+        if self.optimizer is not None and torch.is_grad_enabled():
+            self.optimizer.watch(outputs)
         if learns:
             self.events.emit(Event.AFTER_FORWARD, self)
         return outputs
@@ -192,6 +189,15 @@ class Engine(nn.Module):
         """Asked when a backward begins: sharded gradients are reduced in each, others at the boundary."""
         assert self.optimizer is not None
         return not self._no_sync and (self.optimizer.policy.gradients or self.is_gradient_accumulation_boundary())
+
+    def _carried_scale(self) -> float:
+        """Asked when a backward begins: what its loss was multiplied by."""
+        if CARRIED.scale is None and self.loss_scaler.scale != 1.0:
+            raise EngineError(
+                "in fp16 a loss is multiplied by the loss scale, which loss.backward() leaves out: small gradients "
+                "would vanish; call engine.backward(loss)"
+            )
+        return CARRIED.scale or 1.0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The micro-batch under way is the last of its step: `step` will update the parameters."""

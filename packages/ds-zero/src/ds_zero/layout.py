@@ -30,7 +30,7 @@ class Cut(enum.Enum):
     ANYWHERE = "even"
     """Equal intervals, through parameters: for optimizers whose update is elementwise."""
     BETWEEN = "whole parameters"
-    """Each parameter wholly on the rank with the least so far: Muon, LAMB and Adafactor need shapes."""
+    """Each parameter wholly on the rank with the least of all groups so far: Muon, LAMB, Adafactor need shapes."""
     ROUND_ROBIN = "whole parameters in turn"
     """Each parameter wholly on the next rank."""
 
@@ -137,10 +137,14 @@ def plan_groups(
         run.append((order, info))
     done.extend(filling.values())
     done.sort(key=lambda run: -run[-1][0])
-    return tuple(_lay_out(first_index + index, [info for _, info in run], world, cut) for index, run in enumerate(done))
+    loads = [0] * world
+    return tuple(
+        _lay_out(first_index + index, [info for _, info in run], world, cut, loads) for index, run in enumerate(done)
+    )
 
 
-def _lay_out(index: int, infos: Sequence[ParameterInfo], world: int, cut: Cut) -> GroupLayout:
+def _lay_out(index: int, infos: Sequence[ParameterInfo], world: int, cut: Cut, loads: list[int]) -> GroupLayout:
+    """One group. `loads`: elements that each rank has got of earlier ones, where it gets whole parameters."""
     if cut in (Cut.NOWHERE, Cut.ANYWHERE):
         slots, offset = [], 0
         for info in infos:
@@ -151,7 +155,6 @@ def _lay_out(index: int, infos: Sequence[ParameterInfo], world: int, cut: Cut) -
         share = max(_aligned(-(-offset // world)), ALIGN)
         return GroupLayout(index, tuple(slots), share * world, tuple(share * rank for rank in range(world + 1)))
     shares: list[list[ParameterInfo]] = [[] for _ in range(world)]
-    loads = [0] * world
     order = enumerate(infos) if cut is Cut.ROUND_ROBIN else enumerate(sorted(infos, key=lambda i: -i.numel))
     for turn, info in order:
         owner = (index + turn) % world if cut is Cut.ROUND_ROBIN else loads.index(min(loads))

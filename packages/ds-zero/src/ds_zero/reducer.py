@@ -10,22 +10,36 @@ tied weight then gets its gradient in portions. A portion that comes after its g
 sending. In the first round that reduces, ranks agree at its end on which groups that happened to; those are
 sent at the end of the round from then on. A later surprise is an error that names the parameter: sending
 again without agreement would leave the other ranks waiting.
+
+Note [Backward inside backward]: autograd calls back at the end of the innermost backward that runs. A round
+that a nested one opened would close with it, and ranks with another number of nested ones would lose step.
+So `watch` listens at the model's outputs, which the outermost backward reaches before anything nests in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.utils._pytree import tree_leaves
 
 from ds_comm import Communicator
 from ds_zero.errors import ZeroError
 from ds_zero.shard_group import ShardGroup
+
+# By communicator: numbers for what all the reducers on it send.
+_turns: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+class _Running:
+    """Lives as long as the backward it was queued on: autograd drops it at the end, and when one breaks off."""
 
 
 class Reducer:
@@ -35,16 +49,30 @@ class Reducer:
         comm: the data-parallel ranks.
         overlap: go on with backward while a reduction runs.
         wants_reduction: asked when a round opens: does this backward reduce, or only collect?
+        factor: what gradients are multiplied by as they are taken: of the running backward (True), or written
+            into `.grad` by hand (False).
     """
 
-    def __init__(self, comm: Communicator, overlap: bool, wants_reduction: Callable[[], bool]):
-        self._comm, self._overlap, self._wants_reduction = comm, overlap, wants_reduction
+    def __init__(
+        self,
+        comm: Communicator,
+        overlap: bool,
+        wants_reduction: Callable[[], bool],
+        factor: Callable[[bool], float],
+    ):
+        self._comm, self._overlap = comm, overlap
+        self._wants_reduction, self._ask_factor = wants_reduction, factor
         self.groups: list[ShardGroup] = []
         self.used: set[tuple[int, int]] = set()
         """Group and slot of every parameter that got a gradient here since `clear`."""
         self.num_reductions = 0
         """Rounds that reduced since `clear`."""
+        self.order = 0
+        """A fingerprint of when groups were sent since `clear`, among all that was sent on `comm`."""
+        self._turns = _turns.setdefault(comm, itertools.count())
         self._held = False  # whoever runs backward closes the round; else autograd's end does
+        self._running: Callable[[], _Running | None] = lambda: None  # the backward whose end closes the round
+        self._factor = 1.0
         self._open = self._reducing = False
         self._missing: list[int] = []  # by group: gradients that have not come in this round
         self._seen: set[tuple[int, int]] = set()  # gradients that have
@@ -73,10 +101,14 @@ class Reducer:
         parameter.grad = None
         if gradient is None:
             return
+        if not self._held:
+            if self.is_stale:
+                self.clear()
+            self._follow()
         if not self._open:
             self._begin()
-            if not self._held:
-                torch.autograd.Variable._execution_engine.queue_callback(self.close_round)
+        if self._factor != 1.0:
+            gradient = gradient * self._factor
         self.used.add((number, slot))
         group = self.groups[number]
         if self._reducing and number < self._next:
@@ -90,7 +122,33 @@ class Reducer:
             if self._reducing:
                 self._send_ready()
 
+    def watch(self, outputs: Any) -> None:
+        """Marks what the model gave out; see Note [Backward inside backward]."""
+        if self._comm.world == 1:
+            return
+        me = weakref.ref(self)
+
+        def arrive(gradient: torch.Tensor) -> None:
+            if (reducer := me()) is not None and not reducer._held:
+                reducer._follow()
+
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
+                output.register_hook(arrive)
+
+    def _follow(self) -> None:
+        """The backward that runs now closes the round at its end, unless one that it runs in does."""
+        if self._running() is None:
+            running = _Running()
+            self._running = weakref.ref(running)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
+
+    def _end(self, running: _Running) -> None:
+        self._running = lambda: None
+        self.close_round()
+
     def _begin(self) -> None:
+        self._factor = self._ask_factor(True)
         self._open, self._next = True, 0
         self._reducing = self._wants_reduction()
         self._missing = [sum(p.requires_grad for p in group.parameters) for group in self.groups]
@@ -103,6 +161,7 @@ class Reducer:
             self._next += 1
 
     def _send(self, number: int) -> None:
+        self.order = (self.order * 31 + next(self._turns)) % 65521
         self.groups[number].start_reduction(async_op=self._overlap)
 
     def _surprise(self, number: int, slot: int) -> None:
@@ -122,6 +181,8 @@ class Reducer:
 
         Where it fails, its gradients are forgotten.
         """
+        if self.is_stale:
+            self.clear()
         self._held = True
         try:
             yield
@@ -135,7 +196,7 @@ class Reducer:
         self.close_round()
 
     def close_round(self) -> None:
-        """Ends the round: sends what is left, in order. Called at the end of backward; without a round, nothing."""
+        """Ends the round: sends what is left, in order. Without a round, nothing."""
         if not self._open:
             return
         self._open = False
@@ -171,6 +232,8 @@ class Reducer:
             self.num_reductions += 1
             for number in range(len(self.groups)):
                 self._send(number)
+            if not self._agreed:  # as the ranks do that reduced in a round
+                self._agree()
         for group in self.groups:
             group.finish_reduction()
 
@@ -179,14 +242,14 @@ class Reducer:
         for number, group in enumerate(self.groups):
             for slot, parameter in enumerate(group.parameters):
                 if parameter.grad is not None:
-                    gradient, parameter.grad = parameter.grad, None
+                    gradient, parameter.grad = parameter.grad * self._ask_factor(False), None
                     self.used.add((number, slot))
                     group.accumulate(slot, gradient)
 
     @property
     def is_stale(self) -> bool:
-        """A round is open though no backward runs: one was broken off by an exception."""
-        return self._open and torch._C._current_graph_task_id() == -1
+        """A round is open though its backward has ended: it was broken off by an exception."""
+        return self._open and not self._held and self._running() is None
 
     def clear(self) -> None:
         """Forgets all gradients; the next ones start afresh."""
@@ -194,7 +257,7 @@ class Reducer:
         for group in self.groups:
             group.drop_gradients()
         self.used.clear()
-        self.num_reductions = 0
+        self.num_reductions = self.order = 0
 
     def close(self) -> None:
         """Takes the hooks off."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_comm import Communicator, ShardSpec, Work
 from ds_zero.buffers import BufferPool
+from ds_zero.errors import ZeroError
 from ds_zero.layout import GroupLayout
 
 
@@ -82,8 +83,9 @@ class ShardGroup:
         self.flat = values if values.dtype == layout.dtype else values.to(layout.dtype)
         self.shard = self.flat[start:stop]
         self.master = self.shard if values is self.flat else values[start:stop].clone()
-        for slot, parameter in zip(layout.slots, parameters):
-            parameter.data = self.flat[slot.offset : slot.stop].view(slot.info.shape)
+        for number in range(len(parameters)):
+            self._lay(number)
+        self._seen = [(p.data_ptr(), p._version) for p in parameters]  # what `reclaim` knows of them
         self.pieces = [self._piece(slot, spec, start) for slot, spec in layout.specs(comm.rank)]
         self.reduced: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
@@ -91,6 +93,40 @@ class ShardGroup:
         self._gaps = layout.gaps()
         self._work: Work | None = None
         self._finish: Callable[[], None] | None = None
+
+    def _lay(self, number: int) -> None:
+        slot = self.layout.slots[number]
+        self.parameters[number].data = self.flat[slot.offset : slot.stop].view(slot.info.shape)
+
+    @torch.no_grad()
+    def reclaim(self) -> None:
+        """Takes in what was done to parameters from outside: values written in place, `.data` given other storage.
+
+        Of writing through `.data` in place torch keeps no count: beside masters it is not seen.
+
+        Raises:
+            ZeroError: the new storage is of another dtype or device.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if (seen := (parameter.data_ptr(), parameter._version)) == self._seen[number]:
+                continue
+            slot = self.layout.slots[number]
+            if seen[0] != self._seen[number][0]:
+                if (parameter.dtype, parameter.device) != (self.flat.dtype, self.flat.device):
+                    raise ZeroError(
+                        f"a parameter stays of the dtype and on the device it was given with: {slot.info.name!r} was "
+                        f"{self.flat.dtype} on {self.flat.device} and is {parameter.dtype} on {parameter.device}; "
+                        "convert the model before it is given"
+                    )
+                self.flat[slot.offset : slot.stop].view(slot.info.shape).copy_(parameter)
+                self._lay(number)
+            self._seen[number] = (parameter.data_ptr(), parameter._version)
+            for piece in self.pieces:
+                if piece.slot == number and self.master is not self.shard:
+                    interval = slice(piece.start, piece.start + piece.spec.numel)
+                    master, value = self.master[interval], self.shard[interval]
+                    # Where nothing was written the master keeps its digits.
+                    master.copy_(torch.where(master.to(value.dtype) == value, master, value))
 
     def _collect(self, dtype: torch.dtype) -> torch.Tensor:
         values = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
@@ -202,10 +238,12 @@ class ShardGroup:
 
     def hand_gradients(self, used: Callable[[int], bool]) -> None:
         """Gives every piece its gradient; None where nobody used the parameter, so that it is left alone."""
-        assert self.reduced is not None
         for piece in self.pieces:
+            if self.reduced is None or not used(piece.slot):  # a group that thawed after backward has none yet
+                piece.tensor.grad = None
+                continue
             values = self.reduced[piece.start : piece.start + piece.spec.numel]
-            piece.tensor.grad = values.view(piece.tensor.shape) if used(piece.slot) else None
+            piece.tensor.grad = values.view(piece.tensor.shape)
 
     def drop_gradients(self) -> None:
         """Forgets every gradient, sent or not."""

@@ -7,7 +7,7 @@ pieces → updated shards gathered into the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_comm import Communicator, ShardSpec
+from ds_zero.admission import check_optimizer, check_parameters
 from ds_zero.buffers import BufferPool
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
@@ -66,7 +67,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         average: over ranks; False sums. Default: true.
 
     Raises:
-        ValueError: the optimizer has no parameter that requires a gradient.
+        ValueError: the optimizer has no parameter that requires a gradient, or can't work on shards.
+        ZeroError: a parameter is complex, or another ShardedOptimizer holds it.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradient_predivide_factor: float = 1.0,
         average: bool = True,
     ):
+        check_optimizer(optimizer)
         self.inner = optimizer
         super().__setstate__({})  # the base class's hooks; parameters and states stay the wrapped one's
         self.config = config = config or ZeroConfig()
@@ -109,24 +112,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Micro-batches that one step averages over. The engine sets it."""
         self.loss_scale = 1.0
         """What losses were multiplied by; gradients are divided by it."""
+        self.carried_scale: Callable[[], float] = lambda: self.loss_scale
+        """Asked when a backward begins: what its own loss was multiplied by. It may be another engine's."""
         self._divisor = comm.world if average else 1
         self._pool = BufferPool()
-        self.reducer = Reducer(comm, bool(config.overlap_comm), lambda: self.reduce_now())
+        self.reducer = Reducer(
+            comm,
+            bool(config.overlap_comm),
+            lambda: self.reduce_now(),
+            lambda running: self.loss_scale / (self.carried_scale() if running else 1.0),
+        )
         self._names = {id(p): name for name, p in named_parameters}
         self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
+        self._past: dict[torch.Tensor, Any] = {}  # states that the optimizer had for them
         listed = [(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
-        for param_group in optimizer.param_groups:
-            param_group["params"] = []
-        old_state = dict(optimizer.state)
-        optimizer.state.clear()
-        self._waiting = [(i, p) for i, p in listed if not p.requires_grad]
-        trainable = [(i, p) for i, p in listed if p.requires_grad]
-        if not trainable:
+        if not any(p.requires_grad for _, p in listed):
             raise ValueError(
                 f"there is something to train: the optimizer lists {len(listed)} parameters and none requires "
                 "a gradient; pass model.parameters() as model_parameters, or unfreeze some"
             )
-        self._adopt(trainable, old_state)
+        self._check(listed)
+        for param_group in optimizer.param_groups:
+            param_group["params"] = []
+        self._past = dict(optimizer.state)
+        optimizer.state.clear()
+        self._waiting = listed
+        self._admit()
 
     # The wrapped optimizer's own lists: schedulers and users see one set, whichever they hold.
     @property
@@ -153,7 +164,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The pieces of parameters that this rank updates."""
         return [piece.spec for group in self.groups for piece in group.pieces]
 
-    def _adopt(self, parameters: list[tuple[int, nn.Parameter]], old_state: Mapping[Any, Any]) -> None:
+    def _check(self, listed: list[tuple[int, nn.Parameter]]) -> None:
+        check_parameters((self._names.get(id(p), "a parameter"), p) for _, p in listed if p.requires_grad)
+
+    def _admit(self) -> None:
+        """Takes in the waiting parameters that require a gradient."""
+        ready = [(i, p) for i, p in self._waiting if p.requires_grad]
+        if ready:
+            self._check(ready)
+            self._waiting = [(i, p) for i, p in self._waiting if not p.requires_grad]
+            self._adopt(ready)
+
+    def _adopt(self, parameters: list[tuple[int, nn.Parameter]]) -> None:
         """Lays parameters out in new shard groups and hands this rank's pieces to the optimizer."""
         infos, by_name = [], {}
         order = {identity: position for position, identity in enumerate(self._names)}
@@ -180,11 +202,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             self.reducer.add(group)
             for slot, parameter in enumerate(members):
-                register_owner(parameter, self, group, slot)
+                register_owner(parameter, self, layout.index, slot)
             for piece in group.pieces:
                 self.inner.param_groups[layout.param_group]["params"].append(piece.tensor)
-                if state := old_state.get(members[piece.slot]):
+                if state := self._past.get(members[piece.slot]):
                     self.inner.state[piece.tensor] = {k: _cut_state(v, piece) for k, v in state.items()}
+        for _, parameter in parameters:
+            self._past.pop(parameter, None)
 
     def prepare(self) -> None:
         """Before a forward pass in training: takes in parameters that were frozen and require a gradient now.
@@ -192,12 +216,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Every rank unfreezes the same parameters before the same pass. What a backward that was broken off
         by an exception has left is forgotten.
         """
-        ready = [(i, p) for i, p in self._waiting if p.requires_grad]
         if self.reducer.is_stale:
             self.reducer.clear()
-        if ready:
-            self._waiting = [(i, p) for i, p in self._waiting if not p.requires_grad]
-            self._adopt(ready, {})
+        self._admit()
+
+    def watch(self, outputs: Any) -> None:
+        """After a forward pass in training: lets a plain backward of what it gave out be known as one."""
+        self.reducer.watch(outputs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, as torch's optimizers do: to train layers later, say. Collective.
+
+        Raises:
+            ZeroError: a parameter is complex, or an optimizer holds it already.
+        """
+        params = param_group["params"]
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        index = len(self.inner.param_groups)
+        listed: list[tuple[int, Any]] = [(index, p[1] if isinstance(p, tuple) else p) for p in given]
+        self._check(listed)
+        self.inner.add_param_group({**param_group, "params": given})  # torch checks them, and fills in defaults
+        self.inner.param_groups[index]["params"] = []
+        self._waiting += listed
+        self._admit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's: the states of this rank's pieces."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave on this rank, in the same world."""
+        self.inner.load_state_dict(state_dict)
 
     @property
     def pre_scale(self) -> float:
@@ -225,6 +274,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step() takes no closure: gradients are reduced during backward; call backward first")
         self.prepare()
+        for group in self.groups:
+            group.reclaim()
         self.reducer.finish()
         total, users = self._agree()
         norm = total.sqrt() * self.scale
@@ -244,12 +295,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.policy.optimizer_states and self.comm.rank != 0:
             square = square * 0  # every rank holds the same sum: count it once
         flags = [float((i, s) in self.reducer.used) for i, g in enumerate(groups) for s in range(len(g.parameters))]
-        message = torch.cat([square.reshape(1), torch.tensor(flags, dtype=wide).to(device, non_blocking=True)])
+        order = float(self.reducer.order)
+        told = torch.tensor([order, order * order, *flags], dtype=wide).to(device, non_blocking=True)
+        message = torch.cat([square.reshape(1), told])
         self.comm.all_reduce(message)
-        users = message[1:]
+        users = message[3:]
+        if message.is_cpu:  # elsewhere reading would wait for the device
+            self._refuse_disorder(*message[1:3].tolist())
         if not self.config.ignore_unused_parameters:
             self._refuse_unused(users)
         return message[0], users
+
+    def _refuse_disorder(self, total: float, squares: float) -> None:
+        """Where engines share a communicator, one's gradients fit another's: they must take turns alike."""
+        if squares * self.comm.world != total * total:  # unless all ranks have the same
+            self.reducer.clear()
+            raise ZeroError(
+                "engines reduce in the same order on every rank: this one's gradients were sent at other turns on "
+                f"rank {self.comm.rank} than elsewhere, and may have been taken for another engine's; call the "
+                "engines, and their backward, in one order"
+            )
 
     def _refuse_unused(self, users: torch.Tensor) -> None:
         slots = [(slot, p) for g in self.groups for slot, p in zip(g.layout.slots, g.parameters)]

@@ -8,6 +8,7 @@ Source: DeepSpeed API reference 5.1.5 and 5.1.6.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,18 +30,35 @@ class _Owner:
     slot: int
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Group and slot, as the reducer counts."""
+        return self.group.layout.index, self.slot
+
+    @property
     def pieces(self) -> list[Piece]:
         """This rank's piece of the parameter: one, or none."""
         return [piece for piece in self.group.pieces if piece.slot == self.slot]
 
 
 # The one place where a parameter leads to what holds its states; the documented calls get nothing else.
+# Optimizer (weak: one that is dropped without close() must not live on with the model), group, slot.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def register_owner(parameter: nn.Parameter, optimizer: ShardedOptimizer, group: ShardGroup, slot: int) -> None:
+def register_owner(parameter: nn.Parameter, optimizer: ShardedOptimizer, group: int, slot: int) -> None:
     """Notes who holds a parameter's states."""
-    _owners[parameter] = _Owner(optimizer, group, slot)
+    _owners[parameter] = (weakref.ref(optimizer), group, slot)
+
+
+def is_held(parameter: nn.Parameter) -> bool:
+    """An optimizer that lives holds its states."""
+    return _owner(parameter) is not None
+
+
+def _owner(parameter: nn.Parameter) -> _Owner | None:
+    reference, group, slot = _owners.get(parameter, (None, 0, 0))
+    optimizer = reference() if reference is not None else None
+    return None if optimizer is None else _Owner(optimizer, optimizer.groups[group], slot)
 
 
 def release_owner(parameter: nn.Parameter) -> None:
@@ -54,9 +72,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     Returns:
         A copy, fp32, of the parameter's shape; a frozen parameter's own value.
     """
-    owner = _owners.get(param)
+    owner = _owner(param)
     if owner is None:
         return param.detach().float()
+    owner.group.reclaim()
     return _assemble(owner, param, lambda piece: piece.tensor)
 
 
@@ -66,13 +85,14 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     Returns:
         A copy, fp32, of the parameter's shape; None where no rank has a gradient for it.
     """
-    owner = _owners.get(param)
+    owner = _owner(param)
     if owner is None:
         return param.grad
     group, comm = owner.group, owner.optimizer.comm
+    owner.optimizer.reducer.collect_strays()
     group.finish_reduction()
     full = torch.zeros(param.numel() + 1, device=param.device)
-    full[-1] = _is_used(owner)
+    full[-1] = float(owner.key in owner.optimizer.reducer.used)
     if group.reduced is not None and (group.layout.splits is not None or comm.rank == 0):
         for piece in owner.pieces:
             full[piece.spec.start : piece.spec.stop] = group.reduced[piece.start : piece.start + piece.spec.numel]
@@ -91,7 +111,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         ZeroError: the optimizer keeps no such state, or not yet (states come with the first step).
     """
-    owner = _owners.get(param)
+    owner = _owner(param)
     if owner is None:
         return None
     return _assemble(owner, param, lambda piece: _state(owner, piece, optim_state_key))
@@ -101,8 +121,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets a parameter and its master. Every rank passes the same value, of the parameter's shape."""
     _check(param, value)
     with torch.no_grad():
+        owner = _owner(param)
+        if owner is not None:
+            owner.group.reclaim()
         param.copy_(value)
-        owner = _owners.get(param)
         for piece in owner.pieces if owner is not None else []:
             piece.tensor.copy_(piece.spec.of(value).view(piece.tensor.shape))
 
@@ -132,6 +154,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     for piece in owner.pieces:
         target = owner.group.reduced[piece.start : piece.start + piece.spec.numel]
         target.copy_(piece.spec.of(value) / owner.optimizer.scale)
+    owner.optimizer.reducer.used.add(owner.key)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -158,9 +181,12 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets this rank's piece of the fp32 value; other ranks see it after the next `step`."""
-    for piece in _require(param).pieces:
+    owner = _require(param)
+    owner.group.reclaim()
+    for piece in owner.pieces:
         with torch.no_grad():
             piece.tensor.copy_(_fit(value, piece).view(piece.tensor.shape))
+            owner.group.shard[piece.start : piece.start + piece.spec.numel].copy_(piece.tensor.reshape(-1))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -180,10 +206,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             raise ZeroError("a gradient is set between backward and step, and none has been reduced yet")
         target = owner.group.reduced[piece.start : piece.start + piece.spec.numel]
         target.copy_(_fit(value, piece) / owner.optimizer.scale)
-
-
-def _is_used(owner: _Owner) -> float:
-    return float((owner.group.layout.index, owner.slot) in owner.optimizer.reducer.used)
+        owner.optimizer.reducer.used.add(owner.key)
 
 
 def _assemble(owner: _Owner, param: nn.Parameter, read) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -197,7 +220,7 @@ def _assemble(owner: _Owner, param: nn.Parameter, read) -> torch.Tensor:  # type
 
 
 def _local(param: nn.Parameter, read) -> torch.Tensor | None:  # type: ignore[no-untyped-def]
-    owner = _owners.get(param)
+    owner = _owner(param)
     if owner is None or not owner.pieces:
         return None
     found = read(owner, owner.pieces[0])
@@ -217,7 +240,7 @@ def _state(owner: _Owner, piece: Piece, key: str) -> torch.Tensor:
 
 
 def _require(param: nn.Parameter) -> _Owner:
-    owner = _owners.get(param)
+    owner = _owner(param)
     if owner is None:
         raise ZeroError(
             f"only a trained parameter has states: one of shape {tuple(param.shape)} is not held by any engine; "
