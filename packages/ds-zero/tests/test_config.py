@@ -71,6 +71,51 @@ OFFLOAD_OPTIMIZER = {
     "fast_init": False,
     "ratio": 1.0,
 }
+REFERENCE: dict[str, dict[str, Any]] = {
+    "": {
+        "stage": 0,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 5e8,
+        "overlap_comm": False,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 5e8,
+        "contiguous_gradients": True,
+        "load_from_fp32_weights": True,
+        "grad_hooks": True,
+        "round_robin_gradients": False,
+        "offload_param": False,
+        "offload_optimizer": False,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_prefetch_bucket_size": 5e8,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "stage3_module_granularity_threshold": 0,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "zero_quantized_gradients": False,
+        "log_trace_cache_warnings": False,
+        "cpu_offload": False,
+    },
+    "offload_param": {
+        "device": "cpu",
+        "nvme_path": "/local_nvme",
+        "pin_memory": True,
+        "buffer_count": 5,
+        "buffer_size": 1e8,
+        "max_in_cpu": 1e9,
+    },
+    "offload_optimizer": {
+        "device": "cpu",
+        "nvme_path": "/local_nvme",
+        "pin_memory": True,
+        "ratio": 1,
+        "buffer_count": 4,
+        "fast_init": False,
+    },
+}
+"""Every key of the configuration reference with the default that it states, by section. It says 5e8 of
+prefetching where the API reference says 5e7, and gives offloading as switched on."""
 SIZES = [key for key, default in DOCUMENTED.items() if isinstance(default, int) and default >= 50_000]
 
 
@@ -97,6 +142,24 @@ def test_documented_keys_and_defaults(model: type[BaseModel], documented: dict[s
 @pytest.mark.parametrize("key", DOCUMENTED)
 def test_every_default_may_be_written_out(key: str) -> None:
     assert load({key: DOCUMENTED[key]}) == ZeroConfig()
+
+
+@pytest.mark.parametrize("section", REFERENCE)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_reference_s_defaults_are_taken_or_refused(section: str, stage: int) -> None:
+    """Key by key: what a later version brings says so, everything else is what leaving it out is."""
+    other_default = {"stage3_prefetch_bucket_size", "stage"}
+    for key, default in REFERENCE[section].items():
+        if section == "":
+            config = load({"stage": stage, key: default})
+            if key not in other_default:
+                without = load({"stage": stage}).model_dump()
+                assert config.model_dump() == {**without, **({"overlap_comm": False} if key == "overlap_comm" else {})}
+        elif key == "device":
+            assert "offloading is not available in this version" in complaint({"stage": stage, section: {key: default}})
+        else:
+            found = getattr(getattr(load({"stage": stage, section: {key: default}}), section), key)
+            assert (str(found) if key == "nvme_path" else found) == default
 
 
 def test_fields_are_documented_and_the_documentation_names_the_default() -> None:
@@ -220,6 +283,11 @@ def test_what_is_not_available_yet(section: dict[str, Any], words: list[str]) ->
 )
 def test_a_feature_of_stage_3_is_not_ignored_in_silence(key: str) -> None:
     assert "not available in this version" in complaint({"stage": 2, key: True})
+
+
+@pytest.mark.parametrize("key", ["offload_param", "offload_optimizer"])
+def test_offloading_switched_on_wants_to_know_where(key: str) -> None:
+    assert complaint({key: True}).startswith(f"{key}: ")
 
 
 @pytest.mark.parametrize(("key", "value"), [("zero_hpz_partition_size", 4), ("mics_shard_size", 4)])

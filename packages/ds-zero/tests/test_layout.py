@@ -127,10 +127,13 @@ def test_a_whole_parameter_has_one_owner(planned: Planned) -> None:
 
 @given(plans((Cut.BETWEEN,)))
 def test_whole_parameters_are_shared_out_evenly(planned: Planned) -> None:
+    """Over all groups together: a group of one parameter can't be."""
+    loads = [0] * planned.world
     for group in planned.groups:
-        loads = [stop - start for start, stop in map(group.owned, range(planned.world))]
-        largest = max(aligned(slot.info.numel) for slot in group.slots)
-        assert max(loads) - min(loads) <= largest
+        for rank in range(planned.world):
+            start, stop = group.owned(rank)
+            loads[rank] += stop - start
+    assert max(loads) - min(loads) <= max(aligned(info.numel) for info in planned.infos)
 
 
 @given(plans((Cut.ROUND_ROBIN,)))
@@ -243,3 +246,18 @@ def test_whole_parameters_are_shared_out_over_all_groups(cut: Cut) -> None:
             for rank in range(4):
                 loads[rank] += sum(spec.numel for _, spec in group.specs(rank))
         assert loads == [128] * 4, (limit, loads)
+
+
+@pytest.mark.parametrize(
+    ("world", "limit", "names", "message"),
+    [
+        (0, 100, "ab", "a world of 1 at least: got 0"),
+        (-2, 100, "ab", "a world of 1 at least: got -2"),
+        (2, 0, "ab", "a max_numel of 1 at least: got 0"),
+        (2, 100, "aba", "'a' stands twice"),
+    ],
+)
+def test_what_cannot_be_planned(world: int, limit: int, names: str, message: str) -> None:
+    infos = [ParameterInfo(name, (3,), torch.float32) for name in names]
+    with pytest.raises(ValueError, match=message):
+        plan_groups(infos, world, limit, Cut.ANYWHERE)

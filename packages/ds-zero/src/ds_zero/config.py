@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# Features, which must not be left out in silence. Stage 3's sizes are only its tuning: they may stand.
+_ONLY_STAGE_3 = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+)
 
 
 class OffloadParamConfig(BaseModel):
@@ -143,6 +154,8 @@ class ZeroConfig(BaseModel):
     @classmethod
     def _whole(cls, value: Any) -> Any:
         """Sizes are written as 5e8, which JSON reads as a float."""
+        if isinstance(value, bool):
+            raise ValueError(f"a size is a number of elements: got {str(value).lower()}; write a number, as 5e8")
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @model_validator(mode="before")
@@ -154,6 +167,9 @@ class ZeroConfig(BaseModel):
         if not isinstance(section, dict):
             return section
         section = dict(section)
+        for name in ("offload_param", "offload_optimizer"):
+            if section.get(name) is False:  # as the reference writes the default
+                section[name] = None
         pin = bool(section.pop("cpu_offload_use_pin_memory", None))
         if section.pop("cpu_offload", None):
             section.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": pin})
@@ -167,6 +183,13 @@ class ZeroConfig(BaseModel):
     def _available(self) -> ZeroConfig:
         if self.stage == 3:
             raise ValueError("stage 3 is not available in this version: stage=3; use stage 0, 1 or 2")
+        for name in _ONLY_STAGE_3:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"{name} belongs to stage 3, which is not available in this version: "
+                    f"{name}={json.dumps(value)}; set it to {json.dumps(default)} or leave it out"
+                )
         for name in ("offload_param", "offload_optimizer"):
             section = getattr(self, name)
             if section is not None and section.device != "none":

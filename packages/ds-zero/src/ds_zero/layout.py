@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -125,7 +126,17 @@ def plan_groups(
         max_numel: most elements in a group; one larger parameter makes a group of its own.
         cut: where groups may be cut.
         first_index: number of the first group.
+
+    Raises:
+        ValueError: there is no rank, a group may hold nothing, or two parameters have one name.
     """
+    parameters = list(parameters)
+    for name, value in (("world", world), ("max_numel", max_numel)):
+        if value < 1:
+            raise ValueError(f"a plan needs a {name} of 1 at least: got {value}; pass a larger one")
+    counts = Counter(info.name for info in parameters)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"parameters are told apart by name: {twice[0]!r} stands twice; name each parameter once")
     filling: dict[tuple[torch.dtype, int], list[tuple[int, ParameterInfo]]] = {}
     done: list[list[tuple[int, ParameterInfo]]] = []
     for order, info in reversed(list(enumerate(parameters))):

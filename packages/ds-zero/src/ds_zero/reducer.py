@@ -183,6 +183,8 @@ class Reducer:
         """
         if self.is_stale:
             self.clear()
+        if self._ask_factor(False) != 1.0:  # autograd would add to what was written by hand, at another scale
+            self.collect_strays()
         self._held = True
         try:
             yield
