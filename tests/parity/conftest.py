@@ -11,11 +11,11 @@ ROWS = pytest.StashKey[list[tuple[str, ...]]]()
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`report(case, world, cells, losses, gradients, weights)` adds a row to the table."""
+    """`report(case, world, cells, losses, gradients, weights)` adds a row to the table; None was not measured."""
     rows = request.config.stash.setdefault(ROWS, [])
 
-    def add(case: str, world: int, cells: int, losses: float, gradients: float, weights: float) -> None:
-        rows.append((case, str(world), str(cells), f"{losses:.1e}", f"{gradients:.1e}", f"{weights:.1e}"))
+    def add(case: str, world: int, cells: int, *far: float | None) -> None:
+        rows.append((case, str(world), str(cells), *("-" if each is None else f"{each:.1e}" for each in far)))
 
     return add
 

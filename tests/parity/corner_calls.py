@@ -17,6 +17,7 @@ from torch import nn
 
 import ds_engine
 import ds_zero
+from ds_engine.events import Event
 from parity.corners import ADAM
 from parity.problem import STEPS, Batch, Loss, Outcome, Problem, batches, engine_config, plain_loss
 
@@ -250,16 +251,35 @@ def trained(job: Job) -> Outcome:
     engine, *_ = ds_engine.initialize(model=model, optimizer=optimizer, config={**config, **(job.more or {})})
     rank, world = engine.global_rank, engine.world_size
     backward: Backward = torch.Tensor.backward if job.plain else engine.backward
+    gradients: dict[str, torch.Tensor | None] = {}
+
+    def look(engine: Any) -> None:
+        gradients.update({n: ds_zero.safe_get_full_grad(p) for n, p in model.named_parameters()})
+
     for step in range(STEPS):
+        if step == STEPS - 1:
+            engine.events.subscribe(Event.BOUNDARY, look)
         way.run(Step(engine, model, batches(world, MICROS, step)[rank], backward, job.loss))
     assert engine.global_steps == STEPS and engine.was_step_applied()
     weights = {n: ds_zero.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
     norm = engine.get_global_grad_norm()
     engine.destroy()
     assert norm is not None
-    return Outcome([], {}, weights, norm)
+    return Outcome([], gradients, weights, norm)
 
 
 def trained_all(jobs: list[Job]) -> list[Outcome]:
     """On a rank: several, one after the other."""
     return [trained(job) for job in jobs]
+
+
+def refusals(jobs: list[Job]) -> list[str]:
+    """On a rank: what each raises; empty where it does not."""
+    found = []
+    for job in jobs:
+        try:
+            trained(job)
+            found.append("")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found

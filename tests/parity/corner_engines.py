@@ -124,6 +124,17 @@ def _joint(kind: str, setting: Setting) -> tuple[Values, Values]:
     return gradients, weights
 
 
+def joint_or_refused(kind: str, settings: list[Setting]) -> list[tuple[str, Values, Values]]:
+    """The same, with the error that was raised instead, if any."""
+    found = []
+    for setting in settings:
+        try:
+            found.append(("", *_joint(kind, setting)))
+        except Exception as error:
+            found.append((f"{type(error).__name__}: {error}", {}, {}))
+    return found
+
+
 def joint_reference(kind: str, world: int) -> tuple[Values, Values]:
     """Plain PyTorch: the same loss, averaged over ranks."""
     make, loss_of = LOSSES[kind]

@@ -79,6 +79,38 @@ def replaced_engine(stage: int) -> float:
         gc.enable()
 
 
+def dropped_engine(stage: int) -> float:
+    """An engine on a model whose first engine is gone, though nobody destroyed it."""
+    model = _model()
+    engine = start(model, _sgd(model), stage)
+    del engine
+    second = start(model, _sgd(model), stage)
+    _go(second, second)
+    far = _far(model, _plain(_model()))
+    second.destroy()
+    return far
+
+
+def thawed_after_backward(stage: int) -> float:
+    """Layer 0 thaws between backward and step: it has no gradient in this step, and one in the next."""
+    model, plain = _model(), _model()
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+    engine = start(model, _sgd(model), stage)
+    for micro in range(engine.gradient_accumulation_steps()):
+        engine(_inputs()).square().sum().backward()
+        if micro == engine.gradient_accumulation_steps() - 1:
+            model[0].requires_grad_(True)
+        engine.step()
+    _go(engine, engine)
+    optimizer = _sgd(plain)
+    _plain(plain, 1, optimizer)
+    plain[0].requires_grad_(True)
+    far = _far(model, _plain(plain, 1, optimizer))
+    engine.destroy()
+    return far
+
+
 def shared_layer(stage: int) -> float:
     """A layer that two engines train, as actor and critic with one trunk."""
     trunk = _model()[0]
@@ -140,6 +172,18 @@ def replaced_data(stage: int) -> float:
     far = _far(model, _plain(plain))
     engine.destroy()
     return far
+
+
+def converted_model(stage: int) -> float:
+    """`model.double()` under the engine's feet."""
+    model = _model()
+    engine = start(model, _sgd(model), stage)
+    model.double()
+    try:
+        _go(engine, lambda x: engine(x.double()))
+        return _far(model, _plain(_model().double()))
+    finally:
+        engine.destroy()
 
 
 def clamped_below_masters(stage: int) -> float:
@@ -218,8 +262,9 @@ def lbfgs(stage: int) -> float:
 USES: dict[str, Callable[[int], float]] = {
     use.__name__: use
     for use in (
-        second_engine, replaced_engine, shared_layer, added_group, loaded_optimizer_state, replaced_data,
-        clamped_below_masters, complex_parameter, complex_parameter_in_bf16, sparse_adam, lbfgs,
+        second_engine, replaced_engine, dropped_engine, shared_layer, added_group, thawed_after_backward,
+        loaded_optimizer_state, replaced_data, converted_model, clamped_below_masters, complex_parameter,
+        complex_parameter_in_bf16, sparse_adam, lbfgs,
     )
 }  # fmt: skip
 
@@ -232,9 +277,14 @@ def outcome(use: str, stage: int) -> tuple[float, str]:
         return float("inf"), f"{type(error).__name__}: {error}"
 
 
+def _three() -> nn.Sequential:
+    return _model().append(nn.Linear(3, 3))
+
+
 def unused(stage: int) -> tuple[str, float]:
-    """ignore_unused_parameters=false and a layer that rank 1 does not use: the error; then training goes on."""
-    model = _model()
+    """ignore_unused_parameters=false, a layer that rank 1 does not use and one that nobody uses: the error; then
+    training goes on with all of them."""
+    model = _three()
     zero = {"stage": stage, "ignore_unused_parameters": False, "overlap_comm": True}
     engine = start(model, _sgd(model), 0, zero_optimization=zero)
     message = ""
@@ -245,11 +295,11 @@ def unused(stage: int) -> tuple[str, float]:
             engine.step()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-    while not engine.is_gradient_accumulation_boundary():
+    num_micros = engine.gradient_accumulation_steps()
+    for micro in range(num_micros):
+        engine.set_gradient_accumulation_boundary(micro == num_micros - 1)
+        engine.backward(engine(_inputs()).square().sum())
         engine.step()
-    engine.zero_grad()
-    engine.micro_steps = 0
-    _go(engine, engine)
-    far = _far(model, _plain(_model()))
+    far = _far(model, _plain(_three()))
     engine.destroy()
     return message, far

@@ -146,8 +146,8 @@ def rates(name: str, where: str) -> tuple[list[list[float]], list[list[float]]]:
 
     Args:
         name: of the schedule.
-        where: `configuration`; `client`: made on the client's optimizer before initialize, and given; or
-            `outside`: the same, stepped by the client.
+        where: `configuration`; `client`: made on the client's optimizer before initialize, and given;
+            `callable`: made by initialize; or `outside`: made before and stepped by the client.
     """
     kind, params = SCHEDULES[name]
     model = small()
@@ -157,11 +157,13 @@ def rates(name: str, where: str) -> tuple[list[list[float]], list[list[float]]]:
     scheduler: Any = None
     if where == "configuration":
         config["scheduler"] = {"type": kind, "params": params}
+    elif where == "callable":
+        scheduler = lambda optimizer: build_scheduler(kind, optimizer, params)  # noqa: E731
     else:
         scheduler = build_scheduler(kind, optimizer, params)
     full = {**engine_config(Problem(), "fp32", ACCUMULATION, 0.0, stage=2), **config}
     engine, *_ = ds_engine.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler if where == "client" else None, config=full
+        model=model, optimizer=optimizer, lr_scheduler=None if where == "outside" else scheduler, config=full
     )
     for step in range(NUM_RATES):
         train(engine, model, step)
@@ -184,6 +186,28 @@ class Overflow:
     steps: tuple[int, ...]
     fp16: dict[str, Any]
     stage: int
+
+
+def at_the_smallest_scale(stage: int) -> tuple[list[float], str]:
+    """On a rank: scales while every step overflows, down to min_loss_scale, and what is raised then."""
+    model = small()
+    fp16 = {"enabled": True, "initial_scale_power": 5, "hysteresis": 1, "min_loss_scale": 8}
+    engine = start(model, torch.optim.AdamW(model.parameters(), **ADAM), stage, fp16=fp16)
+    before = weights_of(model)
+    scales = []
+    message = ""
+    for step in range(5):
+        try:
+            for batch in batches(engine.world_size, ACCUMULATION, step)[engine.global_rank]:
+                engine.backward(plain_loss(engine, model, batch) * float("inf"))
+                engine.step()
+        except ds_engine.EngineError as error:
+            message = str(error)
+            break
+        scales.append(engine.loss_scale)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+    engine.destroy()
+    return scales, message
 
 
 @dataclass

@@ -29,7 +29,7 @@ def test_change(ranks: Callable[[int], RankPool], report: Callable[..., None], c
             assert far[blame] <= tolerance, f"{job}: weights differ by {far[blame]}, most in {blame}"
             if job.precision == "fp32":
                 worst = max(worst, far[blame])
-    report(f"{change} changed", world, len(jobs), 0.0, 0.0, worst)
+    report(f"{change} changed", world, len(jobs), None, None, worst)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

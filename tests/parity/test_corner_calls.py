@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from parity.corner_calls import MICROS, WAYS, Job, equivalent, trained_all
+from parity.corner_calls import MICROS, WAYS, Job, equivalent, refusals, trained_all
 from parity.corners import weight_loss
 from parity.problem import Batch, Outcome, Small, distance, plain_loss, reference
 from parity.test_matrix import DEFAULT, TINY
@@ -37,12 +37,19 @@ def zeros(stage: int) -> dict[str, Any]:
     return {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": True}
 
 
-def hold(outcome: Outcome, theirs: Outcome, tolerance: float, where: str) -> float:
-    far = {n: distance(outcome.weights[n], w) for n, w in theirs.weights.items()}
-    blame = max(far, key=far.__getitem__)
-    assert far[blame] <= tolerance, f"{where}: weights differ by {far[blame]}, most in {blame}"
+def hold(outcome: Outcome, theirs: Outcome, tolerance: float, where: str) -> tuple[float, float]:
+    """Asserts that gradients and weights agree, and the norm; how far they differ."""
+    worst = []
+    for kind, ours, plain in (
+        ("gradients", outcome.gradients, theirs.gradients),
+        ("weights", outcome.weights, theirs.weights),
+    ):
+        far = {n: distance(ours[n], value) for n, value in plain.items()}
+        blame = max(far, key=far.__getitem__)
+        assert far[blame] <= tolerance, f"{where}: {kind} differ by {far[blame]}, most in {blame}"
+        worst.append(far[blame])
     assert outcome.norm == pytest.approx(theirs.norm, rel=max(1e-6, tolerance)), where
-    return far[blame]
+    return worst[0], worst[1]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -53,12 +60,12 @@ def test_way(ranks: Callable[[int], RankPool], report: Callable[..., None], way:
     forms = [False] if way in ENGINE_ONLY | ALONE.keys() else [False, True]
     jobs = [Job(way, zeros(stage), plain) for stage in stages for plain in forms]
     by_rank = ranks(world).run(trained_all, jobs)
-    worst = 0.0
+    worst = (0.0, 0.0)
     for index, job in enumerate(jobs):
         where = f"{job.zero}, {'loss' if job.plain else 'engine'}.backward"
         for outcomes in by_rank:
-            worst = max(worst, hold(outcomes[index], expected(way, world), 1e-6, where))
-    report(f"{way}", world, len(jobs), 0.0, 0.0, worst)
+            worst = tuple(map(max, worst, hold(outcomes[index], expected(way, world), 1e-6, where)))  # type: ignore[assignment]
+    report(way, world, len(jobs), None, *worst)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -116,20 +123,37 @@ ENTRIES: dict[str, tuple[str, Any, Any]] = {
     "an attribute": ("usual", auxiliary_loss, Answering),
     "the module itself": ("usual", submodule_loss, None),
     "after a failure": ("after a failure", plain_loss, None),
+    "gradients by hand": ("gradients by hand", plain_loss, None),
 }
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["engine.backward", "loss.backward"])
+FP16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_fp16_scale(ranks: Callable[[int], RankPool], report: Callable[..., None], entry: str, plain: bool) -> None:
+def test_fp16_scale(ranks: Callable[[int], RankPool], report: Callable[..., None], entry: str) -> None:
     """However a gradient enters an fp16 model, it is unscaled by what it was scaled by.
 
     Steps are in proportion to gradients here, so a missing factor of 1024 shows.
     """
     way, loss, model = ENTRIES[entry]
-    fp16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
-    jobs = [Job(way, zeros(stage), plain, loss, model, "fp16", fp16) for stage in (0, 2)]
+    jobs = [Job(way, zeros(stage), False, loss, model, "fp16", FP16) for stage in (0, 1, 2)]
     by_rank = ranks(2).run(trained_all, jobs)
     theirs = reference(equivalent(way, loss, model), 2, MICROS, 0.0, "fp16")
-    worst = max(hold(outcome, theirs, 4e-3, entry) for outcomes in by_rank for outcome in outcomes)
-    report(f"fp16 through {entry}, {'plain' if plain else 'engine'}", 2, len(jobs), 0.0, 0.0, worst)
+    far = [hold(outcome, theirs, 4e-3, entry) for outcomes in by_rank for outcome in outcomes]
+    report(f"fp16 through {entry}", 2, len(jobs), None, max(g for g, _ in far), max(w for _, w in far))
+
+
+def test_fp16_refuses_a_plain_backward(ranks: Callable[[int], RankPool]) -> None:
+    """It would leave the loss scale out: an error says what to call, wherever the gradient enters."""
+    jobs = [Job(*each[:1], zeros(2), True, *each[1:], "fp16", FP16) for each in ENTRIES.values()]  # type: ignore[misc]
+    for messages in ranks(2).run(refusals, jobs):
+        for entry, message in zip(ENTRIES, messages):
+            assert message.startswith("EngineError") and "call engine.backward(loss)" in message, (entry, message)
+
+
+def test_fp16_with_a_scale_of_one_is_any_other_backward(ranks: Callable[[int], RankPool]) -> None:
+    job = Job("usual", zeros(2), True, precision="fp16", more={"fp16": {"enabled": True, "loss_scale": 1.0}})
+    theirs = reference(equivalent("usual"), 2, MICROS, 0.0, "fp16")
+    for (outcome,) in ranks(2).run(trained_all, [job]):
+        hold(outcome, theirs, 4e-3, "scale 1")

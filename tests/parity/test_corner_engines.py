@@ -7,6 +7,7 @@ gradients of a generator's loss that stay in the discriminator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,11 @@ from parity.corner_engines import (
     adversaries,
     adversaries_reference,
     joint,
+    joint_or_refused,
     joint_reference,
 )
 from parity.problem import distance
-from testing import RankError, RankPool
+from testing import RankPool
 
 PAIRS = [
     ("fp32", "fp32"),
@@ -35,8 +37,17 @@ def tolerance(*precisions: str) -> float:
     return 1e-6 if set(precisions) == {"fp32"} else 5e-2 if "bf16" in precisions else 1e-2
 
 
-@pytest.mark.parametrize("backward", ["plain", "first", "second"])
-@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+def backwards(*engines: str) -> list[Any]:
+    """Pairs, and whose backward runs; a plain one leaves fp16's loss scale out, and is refused."""
+    return [
+        pytest.param(pair, backward, id=f"{' with '.join(pair)}, {backward}")
+        for pair in PAIRS
+        for backward in ("plain", *engines)
+        if backward != "plain" or "fp16" not in "".join(pair)
+    ]
+
+
+@pytest.mark.parametrize(("pair", "backward"), backwards("first", "second"))
 def test_loss_through_two_engines(
     ranks: Callable[[int], RankPool], report: Callable[..., None], pair: tuple[str, str], backward: str
 ) -> None:
@@ -49,12 +60,11 @@ def test_loss_through_two_engines(
             far = [max(distance(a[n], b[n]) for n in b) for a, b in ((ours, gradients), (final, weights))]
             assert max(far) <= tolerance(*pair), f"{setting}: gradients, weights differ by {far}"
             worst = list(map(max, worst, far))
-    report(f"one loss, {' with '.join(pair)}, {backward}", 2, 3, 0.0, *worst)
+    report(f"one loss, {' with '.join(pair)}, {backward}", 2, 3, None, *worst)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("backward", ["plain", "engines"])
-@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+@pytest.mark.parametrize(("pair", "backward"), backwards("engines"))
 def test_adversaries(
     ranks: Callable[[int], RankPool], report: Callable[..., None], pair: tuple[str, str], backward: str, world: int
 ) -> None:
@@ -67,19 +77,18 @@ def test_adversaries(
             far = max(distance(ours[n], w) for n, w in theirs.items())
             assert far <= tolerance(*pair), f"{setting}: weights differ by {far}"
             worst = max(worst, far)
-    report(f"GAN, {' with '.join(pair)}, {backward}", world, 3, 0.0, 0.0, worst)
+    report(f"GAN, {' with '.join(pair)}, {backward}", world, 3, None, None, worst)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_engines_called_in_another_order_by_rank(ranks: Callable[[int], RankPool], stage: int) -> None:
+def test_engines_called_in_another_order_by_rank(ranks: Callable[[int], RankPool]) -> None:
     """Two engines of one shape: their gradients are not taken for each other's. Right, or refused; not silent."""
     gradients, weights = joint_reference("in turn", 2)
-    try:
-        by_rank = ranks(2).run(joint, "in turn", [Setting(stage=stage)], timeout_s=20)
-    except RankError as error:
-        assert set(error.types.values()) <= {"CommError", "ZeroError", "EngineError"}, error
-        return
-    for ((ours, final),) in by_rank:
-        for name in gradients:
-            assert distance(ours[name], gradients[name]) <= 1e-6, name
-            assert distance(final[name], weights[name]) <= 1e-6, name
+    settings = [Setting(stage=stage) for stage in (0, 1, 2)]
+    for found in ranks(2).run(joint_or_refused, "in turn", settings, timeout_s=20):
+        for setting, (message, ours, final) in zip(settings, found):
+            if message:
+                assert message.startswith(("ZeroError", "CommError")) and "order" in message, message
+                continue
+            for name in gradients:
+                assert distance(ours[name], gradients[name]) <= 1e-6, (setting, name)
+                assert distance(final[name], weights[name]) <= 1e-6, (setting, name)

@@ -134,7 +134,7 @@ def test_optimizer(
             far = max(distance(weights[index][n], w) for n, w in theirs.weights.items())
             worst = max(worst, far)
             assert far <= LOOSE.get(case, 1e-6), f"{job.zero}, accumulation {job.accumulation}: {far}"
-    report(case, world, len(jobs), 0.0, 0.0, worst)
+    report(case, world, len(jobs), None, None, worst)
 
 
 USUAL = Problem(arguments=ADAM)

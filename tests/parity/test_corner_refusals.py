@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from ds_engine import Config, ConfigError
 from parity.corner_refusals import USES, outcome, unused
 from testing import RankPool
 
@@ -19,6 +21,7 @@ MUST_NAME = {
     "sparse_adam": "SparseAdam",
     "lbfgs": "closure",
     "replaced_data": "0.weight",
+    "converted_model": "torch.float64",
 }
 
 
@@ -41,5 +44,26 @@ def test_unused_parameters_are_named(ranks: Callable[[int], RankPool], stage: in
     for message, far in ranks(2).run(unused, stage, timeout_s=20):
         assert message.startswith("ZeroError"), message
         assert "'1.weight' (unused on 1 of 2 ranks)" in message and "'1.bias'" in message, message
+        assert "'2.weight' (unused on 2 of 2 ranks)" in message and "'2.bias'" in message, message
         assert "0.weight" not in message, message
         assert far <= 1e-6, far
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"reduce_bucket_sise": 5}, "'reduce_bucket_sise' (did you mean 'reduce_bucket_size'?)"),
+        ({"overlap_coms": True}, "'overlap_coms' (did you mean 'overlap_comm'?)"),
+        ({"stage3_prefetch_bucket": 5}, "(did you mean 'stage3_prefetch_bucket_size'?)"),
+        ({"offload_optimizer": {"devise": "cpu"}}, "zero_optimization.offload_optimizer has no key 'devise' (did you"),
+        ({"offload_optimizer": {"device": "cpu"}}, "not available in this version: offload_optimizer.device='cpu'"),
+        ({"stage": 3}, "zero_optimization: stage 3 is not available in this version"),
+        ({"stage": 1, "zero_quantized_weights": True}, "not available in this version: zero_quantized_weights=true"),
+        ({"reduce_bucket_size": -5}, "zero_optimization.reduce_bucket_size: Input should be greater than 0, got -5"),
+    ],
+)
+def test_a_misspelt_or_later_key_is_refused(section: dict[str, Any], words: str) -> None:
+    """Through the engine's configuration, which offers the nearest name."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"train_batch_size": 2, "zero_optimization": section})
+    assert words in str(caught.value)

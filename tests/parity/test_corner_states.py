@@ -19,6 +19,7 @@ from parity.corner_states import (
     Overflow,
     Resume,
     Trace,
+    at_the_smallest_scale,
     cycles,
     overflowing,
     rates,
@@ -44,17 +45,17 @@ def test_optimizer_with_a_past(
             blame = max(far, key=far.__getitem__)
             assert far[blame] <= 1e-6, f"{job}: weights differ by {far[blame]}, most in {blame}"
             worst = max(worst, far[blame])
-    report(f"{optimizer} with a past{', frozen' * frozen}", world, len(jobs), 0.0, 0.0, worst)
+    report(f"{optimizer} with a past{', frozen' * frozen}", world, len(jobs), None, None, worst)
 
 
-@pytest.mark.parametrize("where", ["configuration", "client", "outside"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_rates(ranks: Callable[[int], RankPool], name: str, where: str) -> None:
+def test_rates(ranks: Callable[[int], RankPool], name: str) -> None:
     """The optimizer sees the schedule's rates, one a step, wherever the schedule was made."""
-    for ours, theirs in ranks(2).run(rates, name, where):
-        assert len(ours) == NUM_RATES
-        assert list(chain(*ours)) == pytest.approx(list(chain(*theirs)), rel=1e-12)
-        assert len({tuple(each) for each in ours}) > 1, "the schedule does something"
+    for where in ("configuration", "client", "callable", "outside"):
+        for ours, theirs in ranks(2).run(rates, name, where):
+            assert len(ours) == NUM_RATES, where
+            assert list(chain(*ours)) == pytest.approx(list(chain(*theirs)), rel=1e-12), where
+            assert len({tuple(each) for each in ours}) > 1, "the schedule does something"
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -91,6 +92,14 @@ def test_overflow(ranks: Callable[[int], RankPool], world: int) -> None:
             _hold_to_undisturbed(trace, traces[index // 5 * 5], job)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_overflow_at_the_smallest_scale(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """The scale falls to min_loss_scale and no further; another overflow there is an error on every rank."""
+    for scales, message in ranks(2).run(at_the_smallest_scale, stage):
+        assert scales == [16.0, 8.0]
+        assert "not finite at the smallest loss scale (8)" in message
+
+
 def _hold_to_undisturbed(trace: Trace, undisturbed: Trace, job: Overflow) -> None:
     good = 0
     for step, values in enumerate(trace.values):
@@ -105,8 +114,7 @@ def _hold_to_undisturbed(trace: Trace, undisturbed: Trace, job: Overflow) -> Non
             assert far <= (0.0 if job.fp16.get("loss_scale") else 1e-3), f"{job}: step {step} differs by {far}"
 
 
-@pytest.mark.parametrize("same_model", [False, True], ids=["new models", "one model"])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("stage", "same_model"), [(0, True), (2, False)], ids=["one model", "new models"])
 def test_ten_cycles_leave_nothing(ranks: Callable[[int], RankPool], stage: int, same_model: bool) -> None:
     """initialize, train, destroy: memory, file descriptors, threads, process groups and tensors stay flat."""
     for found in ranks(2).run(cycles, 13, stage, same_model):
