@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 import ds_comm
 from ds_comm import Communicator, Route, RoutePolicy, shared_memory
+from ds_comm.shared_memory import even_splits
 from testing import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -276,6 +277,26 @@ def test_a_wider_output_is_summed_in_its_dtype(ranks: Ranks, dtype: torch.dtype,
     assert torch.equal(torch.cat(found), expected)
 
 
+def scatter_narrow(route: Route) -> list[torch.Tensor]:
+    found = []
+    with communicator(route) as comm:
+        for splits in (None, (0, 400, 1100, 1500, 2000)):
+            bounds = splits or even_splits(2000, 4)
+            output = torch.empty(bounds[comm.rank + 1] - bounds[comm.rank], dtype=torch.bfloat16)
+            comm.reduce_scatter_tensor(output, reals(2000, torch.float32, comm.rank), splits=splits)
+            found.append(output)
+    return found
+
+
+@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.PEERS])
+def test_a_narrower_output_is_rounded_once(ranks: Ranks, route: Route) -> None:
+    found = ranks(4).run(scatter_narrow, route)
+    parts = [reals(2000, torch.float32, rank) for rank in range(4)]
+    expected = (((parts[0] + parts[1]) + parts[2]) + parts[3]).bfloat16()
+    for pieces in zip(*found):
+        assert torch.equal(torch.cat(pieces), expected)
+
+
 def scatter_wide(dtype: torch.dtype, route: Route) -> torch.Tensor:
     with communicator(route) as comm:
         output = torch.empty(500)
@@ -454,6 +475,70 @@ def test_calls_that_cannot_be_are_refused_before_anything_is_sent(ranks: Ranks) 
             assert message.startswith("ValueError: "), raised
             assert "one piece of each of 2 ranks" in message and "splits=" in message, raised
         assert op.startswith("ValueError: ") and "MAX" in op and "use ReduceOp.SUM or ReduceOp.AVG" in op
+
+
+def refuse_and_go_on(route: Route) -> list[tuple[str, bool]]:
+    """What other calls that can't be raise, and whether the group's next call is right."""
+    whole, piece, whole_i, piece_i = torch.ones(8), torch.ones(4), torch.ones(8).long(), torch.ones(4).long()
+    with communicator(route) as comm:
+        calls: list[Callable[[], Any]] = [
+            lambda: comm.reduce_scatter_tensor(torch.ones(8)[::2], whole),
+            lambda: comm.all_gather_into_tensor(torch.ones(16)[::2], piece),
+            lambda: comm.all_gather_into_tensor(whole, piece.double()),
+            lambda: comm.reduce_scatter_tensor(piece_i, whole),
+            lambda: comm.reduce_scatter_tensor(piece.to("meta"), whole),
+            lambda: comm.all_gather_into_tensor(whole, piece.to("meta")),
+            lambda: comm.reduce_scatter_tensor(piece_i, whole_i, ReduceOp.AVG),
+            lambda: comm.all_reduce(whole_i, ReduceOp.AVG),
+            lambda: comm.broadcast(whole, src=2),
+            lambda: comm.broadcast(whole, src=-1),
+            lambda: comm.all_reduce_coalesced([whole, whole.double()]),
+            lambda: comm.reduce_scatter_coalesced([piece, piece], [whole]),
+            lambda: comm.reduce_scatter_coalesced([piece, piece], [whole, torch.ones(10)]),
+            lambda: comm.reduce_scatter_coalesced([piece], [whole], ReduceOp.MAX),
+            lambda: comm.all_gather_coalesced([whole], [piece, piece]),
+            lambda: comm.all_gather_coalesced([whole, whole], [piece, torch.ones(3)]),
+        ]
+        raised = []
+        for call in calls:
+            message = "nothing"
+            try:
+                # By one rank alone: had it sent anything, the other's next call would meet that.
+                if comm.rank == 1:
+                    call()
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+            tensor = torch.full((3,), comm.rank + 1.0)
+            comm.all_reduce(tensor)
+            raised.append((message, tensor.tolist() == [3.0] * 3))
+    return raised
+
+
+@pytest.mark.parametrize("route", Route)
+def test_the_group_goes_on_after_a_refused_call(ranks: Ranks, route: Route) -> None:
+    words = [
+        *(
+            "strides (2,)",
+            "strides (2,)",
+            "input torch.float64, output torch.float32",
+            "torch.float32 into torch.int64",
+        ),
+        *(
+            "cpu and meta",
+            "cpu and meta",
+            "torch.int64; use SUM",
+            "torch.int64; use SUM",
+            "src=2; give 0..1",
+            "src=-1;",
+        ),
+        *("float32 on cpu, torch.float64 on cpu", "2 outputs, 1 inputs", "whole (10,), piece (4,)", "MAX"),
+        *("1 outputs, 2 inputs", "whole (8,), piece (3,)"),
+    ]
+    one, other = ranks(2).run(refuse_and_go_on, route)
+    assert len(other) == len(words)
+    for (message, right), (_, right_too), word in zip(other, one, words):
+        assert message.startswith("ValueError: ") and word in message, message
+        assert right and right_too, message
 
 
 def reduce_odd_layouts(route: Route) -> list[str]:

@@ -45,6 +45,7 @@ def test_the_port_is_an_argument_where_the_environment_has_none() -> None:
 
 def test_an_address_of_ip_version_6_stands_in_brackets() -> None:
     assert resolve(env={**TWO, "MASTER_ADDR": "::1"}).init_method == "tcp://[::1]:29512"
+    assert resolve(env={**TWO, "MASTER_ADDR": "[::1]"}).init_method == "tcp://[::1]:29512"
 
 
 def test_one_rank_of_one_needs_no_address() -> None:
@@ -119,6 +120,8 @@ def test_mpi_is_asked_last_and_only_if_wanted() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, ["MASTER_ADDR", "ds launch", "rank 0's machine"]),
         ({**TWO, "RANK": "2"}, {}, ["RANK is 2 in a world of 2", "0..1"]),
         ({**TWO, "RANK": "one"}, {}, ["RANK is a whole number", "'one'"]),
+        ({**TWO, "RANK": "-1"}, {}, ["RANK is a whole number of at least 0", "'-1'"]),
+        (TWO, {"world_size": 0}, ["at least one rank", "world_size=0", "-1"]),
         ({**TWO, "WORLD_SIZE": "2.0"}, {}, ["WORLD_SIZE is a whole number", "'2.0'"]),
         ({**TWO, "MASTER_PORT": ""}, {}, ["MASTER_PORT is a whole number", "''"]),
         ({**TWO, "LOCAL_RANK": "x"}, {}, ["LOCAL_RANK is a whole number", "'x'"]),
@@ -138,6 +141,7 @@ def test_a_world_of_no_ranks_is_refused_in_words() -> None:
     with pytest.raises(ValueError) as caught:
         resolve(env={**TWO, "RANK": "0", "WORLD_SIZE": "0"})
     assert "WORLD_SIZE" in str(caught.value) and "0..-1" not in str(caught.value)
+    assert "at least 1" in str(caught.value) and "'0'" in str(caught.value)
 
 
 def test_backends() -> None:

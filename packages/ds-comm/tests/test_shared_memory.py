@@ -128,6 +128,54 @@ def test_a_dead_rank_is_noticed_though_a_forked_child_lives_on(launch: Launch, t
     assert seconds < SOON_S, f"known after {seconds:.1f} s only"
 
 
+def call_in_a_child(rank: int, folder: str) -> list[Any]:
+    """A forked child calls the group it was born with, and its parent goes on."""
+    comm = start(rank, 2, folder)
+    found: list[Any] = []
+    if rank == 1:
+        receive, send = os.pipe()
+        child = os.fork()
+        if child == 0:
+            now = failure(lambda: call(comm, "all_reduce"))[0]
+            later = failure(lambda: call(comm, "all_reduce", async_op=True))[0]
+            os.write(send, f"{now}|{later}".encode())
+            os._exit(0)
+        os.close(send)
+        found = os.read(receive, 4096).decode().split("|")
+        os.waitpid(child, 0)
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    return [*found, tensor.tolist()]
+
+
+def test_a_forked_child_has_no_part_in_the_group(launch: Launch, tmp_path: Path) -> None:
+    parent, with_child = launch(2, call_in_a_child, str(tmp_path))
+    assert parent.value == [[2.0] * 3], parent
+    now, later, total = with_child.value
+    assert now == later and "it is rank 1's, from which this process was forked" in now, (now, later)
+    assert total == [2.0] * 3
+
+
+def give_up_second_hand(rank: int, folder: str) -> tuple[str, float]:
+    """Rank 2 never comes; rank 0's limit ends first, and rank 1 learns from it."""
+    comm = start(rank, 3, folder)
+    assert comm.transport is not None
+    if rank == 0:
+        comm.transport._links._timeout_ms, comm.transport._links._timeout_s = 500, 0.5
+    if rank == 2:
+        time.sleep(2.0)
+    return failure(lambda: call(comm, "all_gather"))
+
+
+def test_who_gives_up_says_why(launch: Launch, tmp_path: Path) -> None:
+    first, second, third = launch(3, give_up_second_hand, str(tmp_path))
+    assert first.value[0] == "CommError: rank 2 did not come within 0.5 s"
+    for each in (second, third):
+        message, seconds = each.value
+        assert message.startswith("CommError: rank 2 did not come within 0.5 s (heard from rank ")
+        assert seconds < SOON_S
+
+
 def disagree(rank: int, world: int, folder: str, delay_s: float) -> tuple[str, float]:
     comm = start(rank, world, folder)
     if rank == 1:
@@ -165,6 +213,35 @@ def test_ranks_with_different_tensors_are_told_which(launch: Launch, tmp_path: P
         message, seconds = each.value
         assert message.startswith("CommError: ") and seconds < SOON_S
         assert words in message and "10 float32" in message and "rank 0" in message and "rank 1" in message
+
+
+def differ_in_the_call(rank: int, folder: str) -> tuple[str, float]:
+    """The first half of an all-reduce is a reduce-scatter, and yet another call."""
+    comm = start(rank, 2, folder)
+    return failure(lambda: call(comm, "all_reduce", 12) if rank else call(comm, "reduce_scatter", 6))
+
+
+def test_an_all_reduce_is_not_a_reduce_scatter(launch: Launch, tmp_path: Path) -> None:
+    for each in launch(2, differ_in_the_call, str(tmp_path)):
+        message, seconds = each.value
+        assert seconds < SOON_S
+        assert "all_reduce of 12 float32" in message and "reduce_scatter of 12 float32" in message, message
+
+
+def close_while_the_other_waits(rank: int, folder: str) -> tuple[str, float]:
+    comm = start(rank, 2, folder)
+    if rank == 0:
+        time.sleep(0.3)
+        comm.close()
+        time.sleep(1.0)  # lives on: the other does not wait for its end
+        return "", 0.0
+    return failure(lambda: call(comm, "all_reduce"))
+
+
+def test_who_closes_says_so(launch: Launch, tmp_path: Path) -> None:
+    _, other = launch(2, close_while_the_other_waits, str(tmp_path))
+    message, seconds = other.value
+    assert message == "CommError: rank 0 closed the group (heard from rank 0)" and seconds < 1.0
 
 
 def come_late(rank: int, folder: str) -> tuple[str, float]:
@@ -238,6 +315,34 @@ def test_a_communicator_goes_with_its_group(ranks: Ranks) -> None:
     for before, after, gone in ranks(2).run(drop_groups, 3):
         assert gone, "the communicator holds its group, and the table holds the communicator"
         assert after[1:] == before[1:]
+
+
+def start_again(rank: int, folder: str) -> list[Any]:
+    """The world twice, in one process: the second has a communicator of its own."""
+    found: list[Any] = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=2)
+        comm = ds_comm.communicator()
+        assert comm is ds_comm.communicator()
+        tensor = torch.ones(2)
+        ds_comm.all_reduce(tensor)
+        found.append(tensor.tolist())
+        dist.barrier()
+        dist.destroy_process_group()
+        found.append(failure(lambda comm=comm: comm.barrier())[0])  # type: ignore[misc]
+        found.append(ds_comm.communicator().world)
+        comm.close()
+    return found
+
+
+def test_a_new_world_gets_a_new_communicator(launch: Launch, tmp_path: Path) -> None:
+    for each in launch(2, start_again, str(tmp_path)):
+        assert each.value is not None, each
+        for reduced, refused, world in (each.value[:3], each.value[3:]):
+            assert reduced == [2.0] * 2 and world == 1
+            assert (
+                refused.startswith("CommError: a communicator goes with its process group") and "of 2 ranks" in refused
+            )
 
 
 def close_while_a_job_waits() -> tuple[float, int]:
@@ -336,6 +441,22 @@ def test_wait_raises_what_the_job_raised(ranks: Ranks) -> None:
         assert first.startswith("ranks make the same collectives in the same order")
         assert again == first
         assert later.startswith("this group can't be used any more: ranks make the same collectives")
+
+
+def drop_after_a_failure() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """A communicator whose job has failed is let go; nobody calls close."""
+    before = held()
+    comm = Communicator(dist.group.WORLD)
+    work = comm.all_reduce(torch.ones(4 + 4 * comm.rank), async_op=True)
+    assert failure(work.wait)[0].startswith("CommError: ranks make the same")  # type: ignore[union-attr]
+    del comm, work
+    return before, held()
+
+
+def test_a_failure_holds_nothing(ranks: Ranks) -> None:
+    """An error holds the frames it came through, and they what they worked on."""
+    for before, after in ranks(2).run(drop_after_a_failure):
+        assert after[1:] == before[1:]
 
 
 def job_lets_tensors_go() -> bool:

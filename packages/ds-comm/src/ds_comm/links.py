@@ -6,6 +6,11 @@ find out in the first exchange.
 Note [Who ended]: a rank whose process ends closes its sockets, and so does a rank that gives up because of it. To
 tell the two apart, who gives up first sends last words that say why: whoever finds a socket closed looks for them
 and repeats them, and names the peer itself only where there are none. Thus all ranks name the one that ended.
+
+Note [Forked children]: a socket is closed when its last copy is, and a forked child has copies, with which it would
+hide its parent's end. So children give theirs up as they are born. Python tells us of its own forks only (os.fork,
+multiprocessing): behind a child that native code forks and that runs no other program, a rank's end is noticed when
+the child ends or the limit is over.
 """
 
 from __future__ import annotations
@@ -91,7 +96,7 @@ class Links:
             ready = watch.poll(self._timeout_ms)
             if not ready:
                 late = " and ".join(f"rank {peer}" for peer in sorted(missing))
-                self._fail(f"{late} did not come within {self._timeout_s:.0f} s")
+                self._fail(f"{late} did not come within {self._timeout_s:g} s")
             for fd, _ in ready:
                 peer = self._peer_of[fd]
                 got = _receive(self._sockets[peer])
@@ -114,7 +119,7 @@ class Links:
         self._finalizer()
 
     def disown(self) -> None:
-        """In a forked child: closes its copies of the sockets, which would hide the end of its parent."""
+        """In a forked child: closes its copies of the sockets. See Note [Forked children]."""
         self.broken = f"it is rank {self.rank}'s, from which this process was forked"
         self._finalizer()
 
@@ -186,7 +191,7 @@ _alive: weakref.WeakSet[Links] = weakref.WeakSet()
 
 @functools.cache
 def _watch_forks() -> None:
-    """From now on a forked child (a DataLoader's worker) gives up its copies of the sockets."""
+    """From now on forked children disown their copies of links. See Note [Forked children]."""
     os.register_at_fork(after_in_child=_disown_all)
 
 
