@@ -68,7 +68,7 @@ def _message(train: int, micro: int | None, accumulation: int | None, dp: int, m
     if missing:
         below = train // product * product
         problem = f"{train} is not a multiple of {product}, so {missing} can't be a whole number"
-        mends.append(f"train_batch_size={below if below else product} or {below + product}")
+        mends.append(f"train_batch_size={f'{below} or ' if below else ''}{below + product}")
     else:
         problem = f"{micro} x {accumulation} x {dp} = {product}, not {train}"
         mends.append(f"train_batch_size={product}")
@@ -78,5 +78,6 @@ def _message(train: int, micro: int | None, accumulation: int | None, dp: int, m
             mends.append(f"train_micro_batch_size_per_gpu={train // (accumulation * dp)}")
     return (
         "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks: "
-        f"{', '.join(given)}, {dp} ranks: {problem}; set {', or '.join(mends)}, or leave one of them out"
+        f"{', '.join(given)}, {dp} ranks: {problem}; set {', or '.join(mends)}"
+        f"{', or leave train_batch_size out' if micro is not None else ''}"
     )

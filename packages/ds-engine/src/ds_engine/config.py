@@ -7,6 +7,7 @@ sections. Keys and defaults follow DeepSpeed's configuration reference.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from ds_comm import CommsLoggerConfig
 from ds_engine.batch import BatchSizes
 from ds_engine.config_errors import explain
 from ds_engine.errors import ConfigError
+from ds_engine.numbers import Real, Whole
 from ds_engine.precision import AutocastConfig, Bf16Config, Fp16Config, Precision
 from ds_zero import ZeroConfig
 
@@ -36,8 +38,8 @@ NOT_YET = {
     "activation_checkpointing", "aio", "amp", "autotuning", "checkpoint", "comet", "compile",
     "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_sampling",
     "eigenvalue", "elasticity", "expert_parallel", "flops_profiler", "hybrid_engine", "monitor_config",
-    "nebula", "pipeline", "progressive_layer_drop", "quantize_training", "random_ltd", "data_routing",
-    "sparse_attention", "tensor_parallel", "tensorboard", "wandb", "zenflow",
+    "data_routing", "datastates_ckpt", "nebula", "pipeline", "progressive_layer_drop", "quantize_training",
+    "random_ltd", "sequence_parallel_size", "sparse_attention", "tensor_parallel", "tensorboard", "wandb", "zenflow",
 }  # fmt: skip
 
 
@@ -79,12 +81,14 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    train_batch_size: int | None = Field(None, gt=0)
+    train_batch_size: Whole | None = Field(None, gt=0)
     """Samples a step takes in all: micro-batch x accumulation x ranks. Default: computed."""
-    train_micro_batch_size_per_gpu: int | None = Field(None, gt=0)
+    train_micro_batch_size_per_gpu: Whole | None = Field(None, gt=0)
     """Samples a rank takes in one forward pass. Default: computed."""
-    gradient_accumulation_steps: int | None = Field(None, gt=0)
+    gradient_accumulation_steps: Whole | None = Field(None, gt=0)
     """Micro-batches a step. Default: computed, or 1."""
+    managed_gradient_accumulation: bool = True
+    """The engine counts micro-batches; false is not available in this version. Default: true."""
     optimizer: OptimizerConfig | None = None
     """Default: none; pass one to initialize()."""
     scheduler: SchedulerConfig | None = None
@@ -99,7 +103,7 @@ class Config(BaseModel):
     """Default: off."""
     data_types: DataTypesConfig = DataTypesConfig()
     """Default: as the model."""
-    gradient_clipping: float = Field(0.0, ge=0.0)
+    gradient_clipping: Real = Field(0.0, ge=0.0)
     """Largest 2-norm of the gradient; 0 does not clip. Default: 0 (the reference says 1.0, but the original
     clips only where the key is set, and switching it on would change runs)."""
     communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = None
@@ -108,12 +112,12 @@ class Config(BaseModel):
     """Gradients are averaged over ranks, or summed. Default: mean."""
     prescale_gradients: bool = False
     """Divide by the number of ranks before the sum. Default: false."""
-    gradient_predivide_factor: float = Field(1.0, gt=0.0)
+    gradient_predivide_factor: Real = Field(1.0, gt=0.0)
     """Divide by this before the sum and by the rest after it. Default: 1."""
     sparse_gradients: bool = False
     """Accepted: sparse gradients are always taken, and reduced dense. Default: false."""
-    steps_per_print: int | None = Field(10, ge=0)
-    """Steps between progress lines; 0 or null prints none. Default: 10."""
+    steps_per_print: Whole = Field(10, ge=0)
+    """Steps between progress lines; 0, null or infinity prints none. Default: 10."""
     wall_clock_breakdown: bool = False
     """Time forward, backward and step, synchronising the device. Default: false."""
     dump_state: bool = False
@@ -122,7 +126,7 @@ class Config(BaseModel):
     """Leave an incomplete last batch out. Default: false."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     """Default: off."""
-    comm_timeout_s: float | None = Field(None, gt=0.0)
+    comm_timeout_s: Real | None = Field(None, gt=0.0)
     """Limit of a collective, in seconds. Default: the environment's, else 1800."""
     zero_allow_untested_optimizer: bool = False
     """Accepted and without effect: what an optimizer may be cut by is found out. Default: false."""
@@ -140,9 +144,13 @@ class Config(BaseModel):
             ConfigError: no such file, broken JSON, an unknown key (the nearest known one is named), a value
                 out of range, or sections that exclude each other.
         """
+        if not isinstance(source, str | Path | Mapping):
+            raise ConfigError(
+                f"a configuration is a dict or the path of a JSON file: got {type(source).__name__}; pass one of them"
+            )
         given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
         _refuse_not_yet(given)
-        given = {key: value for key, value in given.items() if key not in NOT_YET and value is not None}
+        given = {key: value for key, value in given.items() if key not in NOT_YET}
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -150,14 +158,18 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _aliases(cls, given: Any) -> Any:
-        """`bfloat16` is an older name of `bf16`; `fp32_allreduce` of a communication dtype."""
-        if isinstance(given, Mapping):
-            given = dict(given)
-            if "bfloat16" in given:
-                given.setdefault("bf16", given.pop("bfloat16"))
-            if given.pop("fp32_allreduce", False):
-                given.setdefault("communication_data_type", "fp32")
+    def _spellings(cls, given: Any) -> Any:
+        """`bfloat16` is an older name of `bf16`; `fp32_allreduce` of a communication dtype; null is the default."""
+        if not isinstance(given, Mapping):
+            return given
+        given = dict(given)
+        if given.get("steps_per_print", 0) in (None, math.inf):  # Accelerate writes infinity
+            given["steps_per_print"] = 0
+        given = {key: value for key, value in given.items() if value is not None}
+        if "bfloat16" in given:
+            _rename(given, "bfloat16", "bf16", given["bfloat16"])
+        if given.pop("fp32_allreduce", False):
+            _rename(given, "fp32_allreduce", "communication_data_type", "fp32")
         return given
 
     @model_validator(mode="after")
@@ -168,6 +180,11 @@ class Config(BaseModel):
             raise ValueError(
                 "torch_autocast keeps parameters in fp32: it is enabled together with "
                 f"{'fp16' if self.fp16.enabled else 'bf16'}; switch one of them off"
+            )
+        if not self.managed_gradient_accumulation:
+            raise ValueError(
+                "the engine counts micro-batches: managed_gradient_accumulation=false is not available in this "
+                "version; leave it out, and call set_gradient_accumulation_boundary() to say where a step ends"
             )
         if self.comms_logger.enabled:
             raise ValueError("comms_logger is not available in this version: enabled=true; set it to false")
@@ -200,9 +217,21 @@ class Config(BaseModel):
         )
 
 
+def _rename(given: dict[str, Any], old: str, new: str, value: Any) -> None:
+    """Moves an older key to its newer name; both at once must not disagree."""
+    given.pop(old, None)
+    if given.setdefault(new, value) != value:
+        raise ValueError(f"{old!r} is an older way to say {new!r}: both are given and differ; remove {old!r}")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark before the text
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"a configuration is JSON in UTF-8: {path} has {error.object[error.start : error.start + 1]!r} at byte "
+            f"{error.start}; save it as UTF-8"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"a configuration is a dict or a readable JSON file: {str(path)!r}: {error.strerror}; check the path"
@@ -210,7 +239,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         given = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1] if text else ""
+        line = text.split("\n")[error.lineno - 1]
         raise ConfigError(
             f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {line.strip()!r}; "
             "mend that line (JSON has no comments and no comma after the last item)"

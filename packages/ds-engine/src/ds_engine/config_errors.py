@@ -10,8 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 def nearest(name: str, known: list[str]) -> str:
     """ " (did you mean 'x'?)", or nothing where no known name is near."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -30,6 +31,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         elif complaint["type"] == "value_error":
             message = complaint["msg"].removeprefix("Value error, ")
             lines.append(f"{path}: {message}" if path else message)
+        elif complaint["type"] == "model_type":
+            lines.append(f"{path}: a section is an object, got {complaint['input']!r}; write {{...}}")
         elif complaint["type"] == "missing":
             lines.append(f"{path} is required and missing; add it")
         else:

@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 class DistributedLoader:
     """Micro-batches of this rank's share of a dataset, shuffled anew every epoch.
 
+    Every rank gets as many. Where the samples don't divide by the ranks, a few come on two ranks, or with
+    `drop_last` are left out.
+
     Args:
         dataset: map-style (every rank takes its own samples), or iterable (every rank iterates all of it, so
             it must share itself out).
@@ -20,6 +23,9 @@ class DistributedLoader:
         drop_last: leave an incomplete last batch out. Default: false.
         shuffle: Default: true.
         seed: of the shuffling; the same on every rank. Default: 0.
+        sampler: which samples this rank takes, in place of all that. Default: none.
+        num_workers: processes that load. Default: 0, this one loads.
+        pin_memory: page-locked batches, for an accelerator. Default: false.
     """
 
     def __init__(
@@ -32,20 +38,31 @@ class DistributedLoader:
         drop_last: bool = False,
         shuffle: bool = True,
         seed: int = 0,
+        sampler: Any = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ):
         self.dataset, self.epoch = dataset, 0
-        self.sampler: DistributedSampler | None = None
-        if not isinstance(dataset, IterableDataset):
+        self.sampler = sampler
+        if sampler is None and not isinstance(dataset, IterableDataset):
             self.sampler = DistributedSampler(
                 dataset, num_replicas=world, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
-        self.loader = DataLoader(dataset, batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last)
+        self.loader = DataLoader(
+            dataset,
+            batch_size,
+            sampler=self.sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+        )
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.sampler is not None:
+        if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
         self.epoch += 1
         return iter(self.loader)

@@ -59,6 +59,7 @@ class Engine(nn.Module):
         """Boundaries left out for overflow."""
         self._grad_norm: torch.Tensor | None = None
         self._applied = False
+        self._collected = 0  # micro-batches since the last boundary
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary says
         self._no_sync = False
         self._destroyed = False
@@ -74,8 +75,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass."""
-        if self._destroyed:
-            raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
+        self._check_alive()
         learns = self.training and torch.is_grad_enabled()
         if learns and self.optimizer is not None:
             self.optimizer.prepare()
@@ -112,6 +112,7 @@ class Engine(nn.Module):
         Raises:
             EngineError: the loss is not a scalar, or carries no gradient.
         """
+        self._check_alive()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise EngineError(f"backward takes one number, the loss: got {got}; take its mean() or sum()")
@@ -136,12 +137,15 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts a micro-batch; at the accumulation boundary updates the parameters and the learning rate.
 
+        A rank that ran no backward counts as a gradient of zero; where none did, parameters stay as they are.
+
         Args:
             lr_kwargs: arguments for the scheduler's step. Default: none.
 
         Raises:
-            EngineError: there is no optimizer, or it is called inside `no_sync`.
+            EngineError: there is no optimizer, or it is called inside `no_sync` or after `destroy`.
         """
+        self._check_alive()
         if self.optimizer is None:
             raise EngineError(
                 "step() needs an optimizer, and initialize() was given none; pass optimizer=, or add an "
@@ -151,6 +155,9 @@ class Engine(nn.Module):
             raise EngineError("step() averages over ranks, which no_sync() puts off; call it after the with block")
         if self.is_gradient_accumulation_boundary():
             self._step(self.optimizer, lr_kwargs or {})
+            self._collected = 0
+        else:
+            self._collected += 1
         self.micro_steps += 1
 
     def _step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
@@ -203,7 +210,7 @@ class Engine(nn.Module):
         """The micro-batch under way is the last of its step: `step` will update the parameters."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        return self._collected + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Says by hand whether the micro-batch under way is the last of its step; None counts again."""
@@ -221,6 +228,10 @@ class Engine(nn.Module):
         if self.optimizer is not None and not self._destroyed:
             self.optimizer.close()
         self._destroyed = True
+
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
 
     # What the engine is
 
@@ -245,7 +256,13 @@ class Engine(nn.Module):
 
         Raises:
             ConfigError: it is not a multiple of micro-batch x ranks.
+            EngineError: micro-batches of a step are under way.
         """
+        if self._collected:
+            raise EngineError(
+                f"a step keeps its size: {self._collected} of {self._batch.accumulation} micro-batches are done; "
+                "change the batch size after the step"
+            )
         self._batch = BatchSizes.solve(train_batch_size, self._batch.micro, None, self.dp_world_size)
         if self.optimizer is not None:
             self.optimizer.num_accumulated = self._batch.accumulation
@@ -307,8 +324,8 @@ class Engine(nn.Module):
         """The ZeRO stage."""
         return self.config.zero_optimization.stage
 
-    def steps_per_print(self) -> int | None:
-        """Steps between progress lines."""
+    def steps_per_print(self) -> int:
+        """Steps between progress lines; 0 prints none."""
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
@@ -346,9 +363,26 @@ class Engine(nn.Module):
         return get_local_rank()
 
     def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, route: str = "train"
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool | None = None,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int = 0,
     ) -> DistributedLoader:
-        """A loader of this rank's share of `dataset`; `route="eval"` does not shuffle."""
+        """A loader of this rank's share of `dataset`; see `DistributedLoader`.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples a micro-batch. Default: the configuration's.
+            route: "train", or "eval" or "predict", which don't shuffle. Default: train.
+            pin_memory: page-locked batches. Default: where there is an accelerator.
+            data_sampler: which samples this rank takes. Default: its share of all.
+            collate_fn: makes a batch of samples. Default: torch's.
+            num_local_io_workers: processes that load. Default: none.
+        """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"a loader's route is train, eval or predict: got {route!r}")
         return DistributedLoader(
@@ -359,6 +393,9 @@ class Engine(nn.Module):
             collate_fn,
             self.config.dataloader_drop_last,
             shuffle=route == "train",
+            sampler=data_sampler,
+            num_workers=num_local_io_workers,
+            pin_memory=self.device.type != "cpu" if pin_memory is None else pin_memory,
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,14 +43,15 @@ def initialize(
             of several floating dtypes (a bf16 base with fp32 adapters), which are then left as they are.
         optimizer: an optimizer over the model's parameters, or a callable that makes one of
             `model_parameters`. Wins over the configuration's.
-        model_parameters: parameters or parameter groups to train. Default: all of the model's.
+        model_parameters: parameters, named parameters or parameter groups to train, or a module that has them.
+            Default: all of the model's.
         training_data: a dataset; its loader is the third result.
         lr_scheduler: a scheduler, or a callable that makes one of the optimizer. Wins over the configuration's.
         distributed_port: rank 0's port where MASTER_PORT is not set. Default: 29500.
         mpu: an object with `get_data_parallel_group()`; without one all ranks are data-parallel.
         dist_init_required: see `ds_comm.init_distributed`. Default: None.
         collate_fn: makes a batch of samples. Default: torch's.
-        config: a dict or the path of a JSON file.
+        config: a dict or the path of a JSON file. One of `args`, `config` and `config_params` has it.
         config_params: the same, by its older name.
 
     Returns:
@@ -65,7 +66,7 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize() trains a torch.nn.Module: model is {type(model).__name__}; pass model=")
-    parsed = _config(args, config if config is not None else config_params)
+    parsed = _config(args, config, config_params)
     init_distributed(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
@@ -107,7 +108,7 @@ def initialize(
         _scheduler(lr_scheduler, sharded, parsed),
         LossScaler(parsed.fp16),
     )
-    every = parsed.steps_per_print or 0
+    every = parsed.steps_per_print
     if every and engine.global_rank == 0:
         print_progress(engine.events, every)
     if parsed.wall_clock_breakdown:
@@ -128,15 +129,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _config(args: Any, config: Any) -> Config:
-    if config is None:
-        config = getattr(args, "deepspeed_config", None)
-    if config is None:
+def _config(args: Any, config: Any, config_params: Any) -> Config:
+    places = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in places.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"a configuration comes from one place: got {' and '.join(given)}; pass one of them")
+    if not given:
         raise ConfigError(
             "an engine needs a configuration, and got none: pass config= (a dict or a path), or args with "
             "deepspeed_config (--deepspeed_config FILE)"
         )
-    return config if isinstance(config, Config) else Config.load(config)
+    (source,) = given.values()
+    return source if isinstance(source, Config) else Config.load(source)
 
 
 def _device() -> torch.device:
@@ -171,9 +179,9 @@ def _cast(model: nn.Module, dtype: torch.dtype | None, model_parameters: Any, op
 
 
 def _optimizer(optimizer: Any, model: nn.Module, model_parameters: Any, config: Config) -> torch.optim.Optimizer | None:
-    parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if optimizer is None and config.optimizer is None:
         return None
+    parameters = _parameters(model if model_parameters is None else model_parameters)
     if not parameters and not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "there is something to train: model_parameters is empty; pass model.parameters() (a generator that "
@@ -195,6 +203,20 @@ def _optimizer(optimizer: Any, model: nn.Module, model_parameters: Any, config: 
     return build_optimizer(config.optimizer.type, parameters, dict(config.optimizer.params))
 
 
+def _parameters(given: Any) -> list[Any]:
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    wrong = given if isinstance(given, torch.Tensor | Mapping) or not isinstance(given, Iterable) else None
+    parameters = [] if wrong is not None else list(given)
+    wrong = next((each for each in parameters if not isinstance(each, torch.Tensor | dict | tuple)), wrong)
+    if wrong is not None:
+        raise ValueError(
+            "model_parameters lists tensors, or groups as {'params': ...}: got "
+            f"{type(wrong).__name__}; pass model.parameters()"
+        )
+    return parameters
+
+
 def _scheduler(lr_scheduler: Any, optimizer: ShardedOptimizer | None, config: Config) -> Any:
     if lr_scheduler is None and config.scheduler is None:
         return None
@@ -203,11 +225,14 @@ def _scheduler(lr_scheduler: Any, optimizer: ShardedOptimizer | None, config: Co
     if lr_scheduler is None:
         assert config.scheduler is not None
         return build_scheduler(config.scheduler.type, optimizer, dict(config.scheduler.params))
-    if hasattr(lr_scheduler, "step"):
-        return lr_scheduler
-    if callable(lr_scheduler):
-        return lr_scheduler(optimizer)
-    raise ValueError(f"lr_scheduler has a step() or makes an object that has: got {type(lr_scheduler).__name__}")
+    if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
+        lr_scheduler = lr_scheduler(optimizer)
+    if not hasattr(lr_scheduler, "step"):
+        raise ValueError(
+            f"lr_scheduler has a step(), or makes an object that has: got {type(lr_scheduler).__name__}; pass a "
+            "scheduler, or a callable that returns one"
+        )
+    return lr_scheduler
 
 
 def _share(model: nn.Module, sharded: ShardedOptimizer | None, comm: Communicator) -> None:

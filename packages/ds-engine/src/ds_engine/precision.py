@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ds_engine.errors import EngineError
+from ds_engine.numbers import Real, Whole
 
 
 class Fp16Config(BaseModel):
@@ -20,17 +21,17 @@ class Fp16Config(BaseModel):
     """Train in float16 with fp32 masters and a loss scale. Default: false."""
     auto_cast: bool = False
     """Cast floating-point inputs of the model to float16. Default: false."""
-    loss_scale: float = Field(0.0, ge=0.0)
+    loss_scale: Real = Field(0.0, ge=0.0)
     """A fixed loss scale; 0 adapts it. Default: 0."""
-    initial_scale_power: int = Field(16, ge=0)
+    initial_scale_power: Whole = Field(16, ge=0)
     """The adaptive scale starts at 2 to this power. Default: 16."""
-    loss_scale_window: int = Field(1000, gt=0)
-    """Steps without overflow after which the scale doubles. Default: 1000."""
-    hysteresis: int = Field(2, gt=0)
+    loss_scale_window: Whole = Field(1000, gt=0)
+    """Steps without overflow, in a row, after which the next such step doubles the scale. Default: 1000."""
+    hysteresis: Whole = Field(2, gt=0)
     """Overflows that are forgiven before the scale halves, counting the one that halves it. Default: 2."""
     consecutive_hysteresis: bool = False
     """A step without overflow forgives again; false only when the scale doubles. Default: false."""
-    min_loss_scale: float = Field(1, gt=0)
+    min_loss_scale: Real = Field(1, gt=0)
     """The adaptive scale never falls below. Default: 1."""
     fp16_master_weights_and_grads: bool = False
     """No fp32 masters. Default: false."""
@@ -95,8 +96,9 @@ class Precision:
 class LossScaler:
     """The number that fp16 losses are multiplied by, so that small gradients survive.
 
-    Static where the section gives `loss_scale`; else it halves on overflow and doubles after
-    `loss_scale_window` steps without one.
+    Static where the section gives `loss_scale`; else it halves on overflow and doubles in the first step
+    without one after `loss_scale_window` such steps, and after every further window. The reference doesn't say
+    which step of a window doubles: DeepSpeed counts so, and a run that moves here keeps its scales.
 
     Source: DeepSpeed's configuration reference, "FP16 training options".
     """
@@ -108,7 +110,7 @@ class LossScaler:
         if config.enabled:
             self.scale = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
         self._forgiven = config.hysteresis
-        self._calm = 0  # steps since the last overflow or doubling
+        self._calm = 0  # steps without overflow since the last one
 
     def update(self, overflow: bool) -> None:
         """After every step: did a gradient overflow?
@@ -134,11 +136,10 @@ class LossScaler:
             return
         if config.consecutive_hysteresis:
             self._forgiven = config.hysteresis
-        self._calm += 1
-        if self._calm == config.loss_scale_window:
-            self._calm = 0
+        if self._calm and self._calm % config.loss_scale_window == 0:
             self._forgiven = config.hysteresis
             self.scale *= 2
+        self._calm += 1
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint must keep."""
