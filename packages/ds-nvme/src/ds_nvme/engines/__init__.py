@@ -1,0 +1,1 @@
+"""Engines: what carries blocks between memory and files."""

@@ -1,0 +1,166 @@
+"""One transfer under way: its future, and what it holds until it ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from ds_nvme.errors import VerifyError
+from ds_nvme.files import OpenFile
+from ds_nvme.memory import Memory
+from ds_nvme.native import libc
+from ds_nvme.plan import TransferPlan
+from ds_nvme.regions import IN_FLIGHT, Region
+from ds_nvme.view import View
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+_VERIFIED_AT_ONCE = 1 << 20
+
+
+class Operation:
+    """A transfer between a buffer and a file. Wait for it with `result()`, or `await` it in asyncio.
+
+    The buffer's memory stays alive until it ends, and must not be changed (of a write) or used (of a read) before.
+    """
+
+    def __init__(self, plan: TransferPlan, file: OpenFile, view: View, region: Region, *, validate: bool) -> None:
+        self.plan = plan
+        """What is moved how."""
+        self.path = file.path
+        """The file."""
+        self.file = file
+        self.address = view.address
+        self.failed = False
+        """Some block has failed; those that aren't under way yet will not be."""
+        self._view = view
+        self._region = region
+        self._validate = validate
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Operation], object]] = []
+        self._shares = 0
+
+    # --- for those who wait
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; False where `timeout` seconds passed before. Errors are not raised."""
+        return self._ended.wait(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error it ended with, or None.
+
+        Raises:
+            TimeoutError: it takes longer than `timeout` seconds; it goes on.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self!r} takes longer than {timeout} seconds")
+        return self._error
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait, and return the number of bytes moved.
+
+        Raises:
+            NvmeError: it failed.
+            TimeoutError: it takes longer than `timeout` seconds; it goes on.
+        """
+        if (error := self.exception(timeout)) is not None:
+            raise error
+        return self.plan.nbytes
+
+    def add_done_callback(self, callback: Callable[[Operation], object]) -> None:
+        """Call `callback(self)` when it has ended: from an I/O thread, or at once where it has already."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def __await__(self) -> Generator[Any, None, int]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def ended(_: Operation) -> None:
+            # The loop may be gone when the transfer ends: then nobody waits any more.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(ended)
+        yield from future
+        return self.result()
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self.done() else "failed" if self._error is not None else "done"
+        return f"<{state}: {self.plan} | {self.path}>".replace("\n ", ";")
+
+    # --- for the workers
+
+    def begin(self, shares: int) -> None:
+        """It is about to be carried out in so many shares."""
+        self._shares = shares
+
+    def fail(self, error: BaseException) -> None:
+        """Note a block's error. The first is kept."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            self.failed = True
+
+    def leave(self) -> bool:
+        """A share has ended; whether it was the last of those begun."""
+        with self._lock:
+            self._shares -= 1
+            return self._shares == 0
+
+    def end(self) -> None:
+        """Everything has arrived, or failed: let go of file and memory, and wake who waits."""
+        if self._validate and not self.failed:
+            self._verify()
+        self.file.close()
+        self._view.release()
+        IN_FLIGHT.leave(self._region)
+        with self._lock:
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+
+    def _verify(self) -> None:
+        try:
+            file = OpenFile(self.path, write=False)
+        except OSError as error:
+            self.fail(error)
+            return
+        scratch = Memory(_VERIFIED_AT_ONCE)
+        position = 0
+        while position < self.plan.nbytes:
+            offset = self.plan.file_offset + position
+            step = min(_VERIFIED_AT_ONCE, self.plan.nbytes - position)
+            got = libc.pread(file.cached, scratch.address, step, offset)
+            if got <= 0 or not libc.equal(scratch.address, self.address + position, got):
+                self.fail(
+                    VerifyError(
+                        f"file and memory are equal after a transfer: {self.path} differs in the {step} bytes from "
+                        f"offset {offset}; did something else write the file or the buffer meanwhile?"
+                    )
+                )
+                break
+            position += got
+        file.close()
