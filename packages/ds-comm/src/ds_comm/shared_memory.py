@@ -15,6 +15,7 @@ do not depend on chunk, bucket or shard boundaries, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -58,19 +59,14 @@ class SharedMemoryTransport:
             address = b"\0ds-comm-" + secrets.token_hex(16).encode()
             listener.bind(address)
             listener.listen(world)
-        cards: list[tuple[str | None, bytes]] = [(None, b"")] * world
-        dist.all_gather_object(cards, (place, address), group=group)
-        transport, error = None, ""
-        if place is not None and listener is not None and all(card[0] == place for card in cards):
-            try:
-                transport = cls._connect(rank, listener, [card[1] for card in cards], timeout_s)
-            except OSError as reason:
-                error = str(reason)
+        places = _all_gather_bytes(place.encode() if place is not None else b"", group)
+        addresses = _all_gather_bytes(address, group)
+        transport = None
         if listener is not None:
-            listener.close()
-        outcomes = [""] * world
-        dist.all_gather_object(outcomes, "" if transport is not None else error or "elsewhere", group=group)
-        if any(outcomes):
+            with listener, contextlib.suppress(OSError):
+                if all(other == places[rank] for other in places):
+                    transport = cls._connect(rank, listener, addresses, timeout_s)
+        if not all(_all_gather_bytes(b"" if transport is None else b"connected", group)):
             if transport is not None:
                 transport.close()
             return None
@@ -243,6 +239,13 @@ class SharedMemoryTransport:
         start = (self._chunk & 1) * SEGMENT_SLOT_BYTES
         self._chunk += 1
         return [segment[start : start + SEGMENT_SLOT_BYTES].view(dtype) for segment in self._segments]
+
+
+def _all_gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's `own`, at most 255 bytes. (torch's all_gather_object wants NumPy, which torch does not bring.)"""
+    cards = [torch.empty(256, dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(cards, torch.tensor(list(bytes([len(own)]) + own.ljust(255, b"\0")), dtype=torch.uint8), group)
+    return [bytes(card[1 : 1 + card[0]]) for card in map(torch.Tensor.tolist, cards)]
 
 
 def _offset(owner: int, reader: int) -> int:
