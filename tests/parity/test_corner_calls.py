@@ -24,7 +24,8 @@ from testing import RankError, RankPool
 
 ENGINE_ONLY = {"divided by hand"}
 # What one rank alone does behind the engine's back may be refused, with an error and not by waiting.
-ALONE = {"loss elsewhere": True, "by hand on one rank": False}
+BY_HAND = "by hand on one rank"
+ALONE = {"loss elsewhere": True, BY_HAND: False}
 
 
 @cache
@@ -53,7 +54,7 @@ def hold(outcome: Outcome, theirs: Outcome, tolerance: float, where: str) -> tup
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "by hand on one rank"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != BY_HAND])
 def test_way(ranks: Callable[[int], RankPool], report: Callable[..., None], way: str, world: int) -> None:
     """Each way at every stage, by engine.backward and by loss.backward, is what plain PyTorch makes of it."""
     stages = [0, 1, 2] if world == 2 else [2]
@@ -68,21 +69,22 @@ def test_way(ranks: Callable[[int], RankPool], report: Callable[..., None], way:
     report(way, world, len(jobs), None, *worst)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("way", ALONE)
-def test_one_rank_alone(ranks: Callable[[int], RankPool], way: str, stage: int) -> None:
+# What is refused costs a new pool.
+@pytest.mark.parametrize(("way", "stages"), [("loss elsewhere", (0, 1)), ("loss elsewhere", (2,)), (BY_HAND, (1,))])
+def test_one_rank_alone(ranks: Callable[[int], RankPool], way: str, stages: tuple[int, ...]) -> None:
     """A plain backward that touches no parameter of the engine, or `.grad` written, on one rank only.
 
     Right, or every rank is refused within seconds.
     """
     try:
-        by_rank = ranks(2).run(trained_all, [Job(way, zeros(stage), plain=ALONE[way])], timeout_s=20)
+        by_rank = ranks(2).run(trained_all, [Job(way, zeros(s), plain=ALONE[way]) for s in stages], timeout_s=20)
     except RankError as error:
         assert error.types.keys() == {0, 1}, error
         assert set(error.types.values()) <= {"CommError", "ZeroError", "EngineError"}, error
         return
-    for (outcome,) in by_rank:
-        hold(outcome, expected(way, 2), 1e-6, f"stage {stage}")
+    for outcomes in by_rank:
+        for stage, outcome in zip(stages, outcomes):
+            hold(outcome, expected(way, 2), 1e-6, f"stage {stage}")
 
 
 @dataclass

@@ -36,7 +36,7 @@ def test_optimizer_with_a_past(
     ranks: Callable[[int], RankPool], report: Callable[..., None], optimizer: str, frozen: bool, world: int
 ) -> None:
     """Moments and step counts go over to the pieces, those of a parameter that is frozen then included."""
-    jobs = [Resume(optimizer, stage, frozen) for stage in (0, 1, 2)]
+    jobs = [Resume(optimizer, stage, frozen) for stage in ((0, 1, 2) if world < 4 else (2,))]
     jobs.append(Resume(optimizer, 2, frozen, made_by="callable"))
     worst = 0.0
     for found in ranks(world).run(resumed, jobs):
@@ -69,7 +69,7 @@ def test_overflow(ranks: Callable[[int], RankPool], world: int) -> None:
     dynamic = {"initial_scale_power": 8, "hysteresis": 2}
     jobs = [
         Overflow(steps, fp16, stage)
-        for stage in (0, 1, 2)
+        for stage in (0, 2)
         for steps, fp16 in [
             ((), {"loss_scale": 256.0}),
             ((0, 2, 3), {"loss_scale": 256.0}),
@@ -84,7 +84,7 @@ def test_overflow(ranks: Callable[[int], RankPool], world: int) -> None:
         [256.0, 256.0, 128.0, 64.0, 64.0, 64.0],
         [256.0, 128.0, 64.0, 64.0, 64.0, 64.0],
         [256.0] * 6,
-    ] * 3
+    ] * 2
     for traces in ranks(world).run(overflowing, jobs):
         for index, (job, trace) in enumerate(zip(jobs, traces)):
             assert trace.scales == scales[index], job
@@ -115,13 +115,13 @@ def _hold_to_undisturbed(trace: Trace, undisturbed: Trace, job: Overflow) -> Non
 
 
 @pytest.mark.parametrize(("stage", "same_model"), [(0, True), (2, False)], ids=["one model", "new models"])
-def test_ten_cycles_leave_nothing(ranks: Callable[[int], RankPool], stage: int, same_model: bool) -> None:
+def test_cycles_leave_nothing(ranks: Callable[[int], RankPool], stage: int, same_model: bool) -> None:
     """initialize, train, destroy: memory, file descriptors, threads, process groups and tensors stay flat."""
-    for found in ranks(2).run(cycles, 13, stage, same_model):
+    for found in ranks(2).run(cycles, 9, stage, same_model):
         first, last = found[2], found[-1]
         assert last.fds <= first.fds, found
         assert last.threads <= first.threads, found
         assert last.groups == first.groups, found
         assert last.tensors <= first.tensors, found
-        # A model's states are 4.5 MB; ten of them would be 45.
+        # A model's states are 4.5 MB; six of them would be 27.
         assert last.rss_bytes - first.rss_bytes < 8 << 20, found

@@ -28,7 +28,7 @@ CELLS: dict[int, list[Cell]] = {
         *((stage, 4, TINY, True, True) for stage in (0, 1, 2)),
         *((stage, 1, DEFAULT, False, stage == 1) for stage in (0, 1, 2)),
     ],
-    4: [(0, 1, TINY, True, True), (1, 4, DEFAULT, True, False), (2, 4, TINY, True, True), (2, 1, TINY, False, False)],
+    4: [(0, 1, TINY, True, True), (1, 4, DEFAULT, True, False), (2, 4, TINY, True, True)],
 }
 
 
