@@ -22,7 +22,3 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for each in pools.values():
         each.close()
-
-
-# Written and not yet green in full: run them by name, as `pytest tests/parity/test_corners.py` after removing this.
-collect_ignore_glob = ["tests/parity/test_corner*.py"]
