@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from ds_engine.events import Event, Events
 from ds_engine.precision import LossScaler
 from ds_engine.scaling import CARRIED
 from ds_zero import ShardedOptimizer
+
+
+def _closed() -> NoReturn:
+    raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
 
 
 class Engine(nn.Module):
@@ -227,11 +231,13 @@ class Engine(nn.Module):
         """Takes hooks and sharded storage off the model, which can be used and initialised again."""
         if self.optimizer is not None and not self._destroyed:
             self.optimizer.close()
+            # They lead back here: without them the model goes with its last name, and not some time later.
+            self.optimizer.reduce_now = self.optimizer.carried_scale = _closed
         self._destroyed = True
 
     def _check_alive(self) -> None:
         if self._destroyed:
-            raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
+            _closed()
 
     # What the engine is
 
