@@ -162,7 +162,7 @@ def _changed_plain(job: Access) -> Values:
 def partial_gradients(stage: int) -> list[tuple[Values, Values, Values]]:
     """After each micro-batch: the full gradient as read, twice; the plain sum so far; the local pieces put together."""
     model, twin = small(), small()
-    engine = start(model, torch.optim.AdamW(model.parameters(), **ADAM), stage, prescale_gradients=stage == 2)
+    engine = start(model, torch.optim.AdamW(model.parameters(), **ADAM), stage, prescale_gradients=stage != 1)
     world = engine.world_size
     found = []
     for micro in range(ACCUMULATION):
@@ -186,6 +186,18 @@ def partial_gradients(stage: int) -> list[tuple[Values, Values, Values]]:
         engine.step()
     engine.destroy()
     return found
+
+
+def reloaded(stage: int) -> tuple[Values, Values]:
+    """Masters after the bf16 model's own values were loaded; and those values."""
+    model = small()
+    engine = start(model, torch.optim.AdamW(model.parameters(), **ADAM), stage, bf16={"enabled": True})
+    train(engine, model, 0)
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.load_state_dict(state)
+    masters = weights_of(model)
+    engine.destroy()
+    return masters, {name: value.float() for name, value in state.items()}
 
 
 class Spare(nn.Module):

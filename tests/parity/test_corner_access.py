@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from parity.corner_access import CHANGES, Access, changed, gradient_of_unused, partial_gradients
+from parity.corner_access import CHANGES, Access, changed, gradient_of_unused, partial_gradients, reloaded
 from parity.problem import distance
 from testing import RankPool
 
@@ -51,3 +52,10 @@ def test_gradient_set_for_an_unused_parameter(ranks: Callable[[int], RankPool], 
     """A gradient that is set is a gradient, though backward gave none: the step takes it."""
     for found, expected in ranks(2).run(gradient_of_unused, stage):
         assert distance(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_masters_are_what_was_loaded(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """To the digit: what a master had beyond bf16 is of the weights that are gone."""
+    for masters, loaded in ranks(2).run(reloaded, stage):
+        assert all(torch.equal(masters[name], value) for name, value in loaded.items())
