@@ -1,5 +1,6 @@
 """ds-nvme: tensors between memory and files, asynchronously and at the drive's speed."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_nvme.description import Description
@@ -24,6 +25,9 @@ from ds_nvme.plan import Segment, TransferPlan
 
 if TYPE_CHECKING:
     from ds_nvme.config import AioConfig
+    from ds_nvme.gathered import Gathered
+    from ds_nvme.pool import BufferPool, PooledBuffer, PoolStatistics
+    from ds_nvme.store import TensorStore
 
 aio_handle = AioHandle
 """The documented name of `AioHandle`."""
@@ -33,17 +37,22 @@ __all__ = [
     "AioConfig",
     "AioHandle",
     "BudgetError",
+    "BufferPool",
     "ClosedHandleError",
     "Description",
     "EngineError",
     "FileError",
+    "Gathered",
     "InvalidBufferError",
     "MissingFileError",
     "NoSpaceError",
     "NvmeError",
     "Operation",
     "OverlapError",
+    "PoolStatistics",
+    "PooledBuffer",
     "Segment",
+    "TensorStore",
     "TransferPlan",
     "TruncatedFileError",
     "VerifyError",
@@ -52,10 +61,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # pydantic takes longer to import than everything else here together.
-    if name == "AioConfig":
-        from ds_nvme.config import AioConfig
+_LATER = {
+    "AioConfig": "config",
+    "BufferPool": "pool",
+    "Gathered": "gathered",
+    "PoolStatistics": "pool",
+    "PooledBuffer": "pool",
+    "TensorStore": "store",
+}
+"""Modules that are imported when first used: pydantic alone takes longer than everything that a transfer needs."""
 
-        return AioConfig
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(f"ds_nvme.{_LATER[name]}"), name)
     raise AttributeError(f"module 'ds_nvme' has no attribute {name!r}")

@@ -30,7 +30,7 @@ class Memory:
     __slots__ = ("__weakref__", "address", "buffer", "locked", "nbytes")
 
     def __init__(self, nbytes: int, *, lock: bool = False) -> None:
-        self.nbytes = max(-(-nbytes // PAGE), 1) * PAGE
+        self.nbytes = self.rounded(nbytes)
         try:
             mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -46,6 +46,11 @@ class Memory:
         self.locked = False
         if lock:
             self.lock()
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """Bytes that memory of that size takes: whole pages, at least one."""
+        return max(-(-nbytes // PAGE), 1) * PAGE
 
     def lock(self) -> None:
         """Keep it in memory.

@@ -21,6 +21,26 @@ if TYPE_CHECKING:
 _VERIFIED_AT_ONCE = 1 << 20
 
 
+def awaited(ending: Any) -> Generator[Any, None, None]:
+    """Let asyncio wait for something that has `add_done_callback`."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    future: Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    def ended(_: object) -> None:
+        # The loop may be gone when the transfer ends: then nobody waits any more.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(wake)
+
+    ending.add_done_callback(ended)
+    yield from future
+
+
 class Operation:
     """A transfer between a buffer and a file. Wait for it with `result()`, or `await` it in asyncio.
 
@@ -85,22 +105,7 @@ class Operation:
         callback(self)
 
     def __await__(self) -> Generator[Any, None, int]:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        future: Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def ended(_: Operation) -> None:
-            # The loop may be gone when the transfer ends: then nobody waits any more.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(ended)
-        yield from future
+        yield from awaited(self)
         return self.result()
 
     def __repr__(self) -> str:

@@ -54,6 +54,11 @@ class View:
                 f"a tensor is contiguous: got shape {tuple(tensor.shape)} with strides {tuple(tensor.stride())}; "
                 "call .contiguous() (and for a read, copy back)"
             )
+        if tensor.is_conj() or tensor.is_neg():
+            raise InvalidBufferError(
+                "a tensor's memory holds its values: got one that is conjugated or negated when read; "
+                "call .resolve_conj().resolve_neg()"
+            )
         if tensor.device.type != "cpu":
             raise InvalidBufferError(
                 f"a tensor is in host memory: got one on {tensor.device}; copy through a pinned CPU tensor"
