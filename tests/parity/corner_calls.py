@@ -286,15 +286,3 @@ def trained(job: Job) -> Outcome:
 def trained_all(jobs: list[Job]) -> list[Outcome]:
     """On a rank: several, one after the other."""
     return [trained(job) for job in jobs]
-
-
-def refusals(jobs: list[Job]) -> list[str]:
-    """On a rank: what each raises; empty where it does not."""
-    found = []
-    for job in jobs:
-        try:
-            trained(job)
-            found.append("")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found

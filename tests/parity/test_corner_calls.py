@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from parity.corner_calls import MICROS, WAYS, Job, equivalent, refusals, trained_all
+from parity.corner_calls import MICROS, WAYS, Job, equivalent, trained_all
 from parity.corners import weight_loss
 from parity.problem import Batch, Outcome, Small, distance, plain_loss, reference
 from parity.test_matrix import DEFAULT, TINY
@@ -132,26 +132,20 @@ ENTRIES: dict[str, tuple[str, Any, Any]] = {
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_fp16_scale(ranks: Callable[[int], RankPool], report: Callable[..., None], entry: str) -> None:
-    """However a gradient enters an fp16 model, it is unscaled by what it was scaled by.
+def test_fp16_scale(ranks: Callable[[int], RankPool], report: Callable[..., None], entry: str, by_hand: bool) -> None:
+    """However a gradient enters an fp16 model, it is unscaled by what it was scaled by; a plain backward by nothing.
 
     Steps are in proportion to gradients here, so a missing factor of 1024 shows.
     """
     way, loss, model = ENTRIES[entry]
-    jobs = [Job(way, zeros(stage), False, loss, model, "fp16", FP16) for stage in (0, 1, 2)]
+    jobs = [Job(way, zeros(stage), by_hand, loss, model, "fp16", FP16) for stage in (0, 1, 2)]
     by_rank = ranks(2).run(trained_all, jobs)
     theirs = reference(equivalent(way, loss, model), 2, MICROS, 0.0, "fp16")
     far = [hold(outcome, theirs, 4e-3, entry) for outcomes in by_rank for outcome in outcomes]
-    report(f"fp16 through {entry}", 2, len(jobs), None, max(g for g, _ in far), max(w for _, w in far))
-
-
-def test_fp16_refuses_a_plain_backward(ranks: Callable[[int], RankPool]) -> None:
-    """It would leave the loss scale out: an error says what to call, wherever the gradient enters."""
-    jobs = [Job(*each[:1], zeros(2), True, *each[1:], "fp16", FP16) for each in ENTRIES.values()]  # type: ignore[misc]
-    for messages in ranks(2).run(refusals, jobs):
-        for entry, message in zip(ENTRIES, messages):
-            assert message.startswith("EngineError") and "call engine.backward(loss)" in message, (entry, message)
+    what = f"fp16 through {entry}{', plain' if by_hand else ''}"
+    report(what, 2, len(jobs), None, max(g for g, _ in far), max(w for _, w in far))
 
 
 def test_fp16_with_a_scale_of_one_is_any_other_backward(ranks: Callable[[int], RankPool]) -> None:

@@ -38,12 +38,11 @@ def tolerance(*precisions: str) -> float:
 
 
 def backwards(*engines: str) -> list[Any]:
-    """Pairs, and whose backward runs; a plain one leaves fp16's loss scale out, and is refused."""
+    """Pairs, and whose backward runs."""
     return [
         pytest.param(pair, backward, id=f"{' with '.join(pair)}, {backward}")
         for pair in PAIRS
         for backward in ("plain", *engines)
-        if backward != "plain" or "fp16" not in "".join(pair)
     ]
 
 

@@ -18,6 +18,7 @@ from ds_engine.dataloader import DistributedLoader
 from ds_engine.errors import ConfigError, EngineError
 from ds_engine.events import Event, Events
 from ds_engine.precision import LossScaler
+from ds_engine.progress import logger
 from ds_engine.scaling import CARRIED
 from ds_zero import ShardedOptimizer
 
@@ -31,7 +32,8 @@ class Engine(nn.Module):
 
     A micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; every
     `gradient_accumulation_steps`-th step updates the parameters, the others only count. `loss.backward()`
-    does the same as `engine.backward(loss)`, but in fp16, where it would leave the loss scale out and is refused.
+    does the same as `engine.backward(loss)`; in fp16 it leaves out the loss scale, which keeps small gradients
+    from becoming zero, and a warning says so.
 
     Source: DeepSpeed API reference 2.1, "Training API".
     """
@@ -66,6 +68,7 @@ class Engine(nn.Module):
         self._collected = 0  # micro-batches since the last boundary
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary says
         self._no_sync = False
+        self._warned = False  # of a backward without the loss scale
         self._destroyed = False
         self._inputs_dtype = config.precision.inputs
         self._autocast_dtype = DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
@@ -203,10 +206,11 @@ class Engine(nn.Module):
 
     def _carried_scale(self) -> float:
         """Asked when a backward begins: what its loss was multiplied by."""
-        if CARRIED.scale is None and self.loss_scaler.scale != 1.0:
-            raise EngineError(
-                "in fp16 a loss is multiplied by the loss scale, which loss.backward() leaves out: small gradients "
-                "would vanish; call engine.backward(loss)"
+        if CARRIED.scale is None and self.loss_scaler.scale != 1.0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "loss.backward() leaves out the loss scale of fp16: gradients are right, but those too small for "
+                "float16 become zero; engine.backward(loss) keeps them"
             )
         return CARRIED.scale or 1.0
 
