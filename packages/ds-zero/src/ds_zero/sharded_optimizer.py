@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_comm import Communicator, ShardSpec
 from ds_zero.admission import check_optimizer, check_parameters
+from ds_zero.agreement import Agreement, agree
 from ds_zero.buffers import BufferPool
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
@@ -277,59 +278,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.groups:
             group.reclaim()
         self.reducer.finish()
-        total, users = self._agree()
-        norm = total.sqrt() * self.scale
-        applied = not (skip_nonfinite and not math.isfinite(float(total)))
+        agreement = self._agree()
+        norm = agreement.square.sqrt() * self.scale
+        applied = not (skip_nonfinite and not math.isfinite(float(norm)))
         if applied:
-            self._update(norm, users, max_norm)
+            self._update(norm, agreement.users, max_norm)
         self.reducer.clear()
         return StepReport(applied, norm.float())
 
-    def _agree(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over ranks of the squared gradient, and for every parameter how many ranks used it."""
-        groups = self.groups
-        device = groups[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        norms = [torch.linalg.vector_norm(g.reduced, dtype=torch.float32) for g in groups if g.reduced is not None]
-        square = torch.stack(norms).to(wide).square().sum()
-        if not self.policy.optimizer_states and self.comm.rank != 0:
-            square = square * 0  # every rank holds the same sum: count it once
-        flags = [float((i, s) in self.reducer.used) for i, g in enumerate(groups) for s in range(len(g.parameters))]
-        order = float(self.reducer.order)
-        told = torch.tensor([order, order * order, *flags], dtype=wide).to(device, non_blocking=True)
-        message = torch.cat([square.reshape(1), told])
-        self.comm.all_reduce(message)
-        users = message[3:]
-        if message.is_cpu:  # elsewhere reading would wait for the device
-            self._refuse_disorder(*message[1:3].tolist())
-        if not self.config.ignore_unused_parameters:
-            self._refuse_unused(users)
-        return message[0], users
-
-    def _refuse_disorder(self, total: float, squares: float) -> None:
-        """Where engines share a communicator, one's gradients fit another's: they must take turns alike."""
-        if squares * self.comm.world != total * total:  # unless all ranks have the same
-            self.reducer.clear()
-            raise ZeroError(
-                "engines reduce in the same order on every rank: this one's gradients were sent at other turns on "
-                f"rank {self.comm.rank} than elsewhere, and may have been taken for another engine's; call the "
-                "engines, and their backward, in one order"
+    def _agree(self) -> Agreement:
+        try:
+            return agree(
+                self.reducer,
+                self.comm,
+                counted_once=not self.policy.optimizer_states,
+                unused_allowed=self.config.ignore_unused_parameters,
             )
-
-    def _refuse_unused(self, users: torch.Tensor) -> None:
-        slots = [(slot, p) for g in self.groups for slot, p in zip(g.layout.slots, g.parameters)]
-        unused = [
-            f"{slot.info.name!r} (unused on {self.comm.world - int(n)} of {self.comm.world} ranks)"
-            for (slot, p), n in zip(slots, users.tolist())
-            if p.requires_grad and n < self.comm.world
-        ]
-        if unused:
+        except ZeroError:
             self.reducer.clear()
-            raise ZeroError(
-                "ignore_unused_parameters=false wants a gradient for every parameter on every rank; missing: "
-                f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}; use them in the loss, freeze them, or "
-                "set ignore_unused_parameters to true"
-            )
+            raise
 
     @torch.no_grad()
     def _update(self, norm: torch.Tensor, users: torch.Tensor, max_norm: float) -> None:
