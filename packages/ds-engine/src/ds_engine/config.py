@@ -93,15 +93,15 @@ class Config(BaseModel):
     """Default: none; pass one to initialize()."""
     scheduler: SchedulerConfig | None = None
     """Default: none."""
-    zero_optimization: ZeroConfig = ZeroConfig()
+    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """Default: stage 0."""
-    fp16: Fp16Config = Fp16Config()
+    fp16: Fp16Config = Field(default_factory=Fp16Config)
     """Default: off."""
-    bf16: Bf16Config = Bf16Config()
+    bf16: Bf16Config = Field(default_factory=Bf16Config)
     """Default: off."""
-    torch_autocast: AutocastConfig = AutocastConfig()
+    torch_autocast: AutocastConfig = Field(default_factory=AutocastConfig)
     """Default: off."""
-    data_types: DataTypesConfig = DataTypesConfig()
+    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     """Default: as the model."""
     gradient_clipping: Real = Field(0.0, ge=0.0)
     """Largest 2-norm of the gradient; 0 does not clip. Default: 0 (the reference says 1.0, but the original
@@ -124,7 +124,7 @@ class Config(BaseModel):
     """Log the configuration at initialisation. Default: false."""
     dataloader_drop_last: bool = False
     """Leave an incomplete last batch out. Default: false."""
-    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
     """Default: off."""
     comm_timeout_s: Real | None = Field(None, gt=0.0)
     """Limit of a collective, in seconds. Default: the environment's, else 1800."""
