@@ -150,7 +150,7 @@ def test_like_a_plain_file(
     model = bytearray()
     with aio_handle(block, depth, single, overlap, parallel, engine=engine) as handle:
         for number, (write, offset, nbytes, shift) in enumerate(steps):
-            if write or offset + nbytes > len(model):
+            if write or offset + nbytes > len(model) or not path.exists():
                 data = Memory(nbytes + shift).buffer[shift : shift + nbytes]
                 data[:] = pattern(nbytes, seed=number)
                 handle.sync_pwrite(data, path, offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from dataclasses import dataclass
@@ -42,42 +41,45 @@ def without_direct(reason: str) -> Alignment:
     return Alignment(False, 1, 1, reason)
 
 
-def inspect(fd: int, size: int) -> Alignment:
+def inspect(fd: int, path: str, size: int, *, readable: bool) -> Alignment:
     """What O_DIRECT needs on an open file.
 
     The kernel is asked (statx, Linux 6.1 and later, where the filesystem knows). Otherwise O_DIRECT is tried: on a
-    file that can be read, which alignment a read takes. An empty or write-only file can't be tried without changing
+    file that can be read, which alignment a read takes. An empty or unreadable file can't be tried without changing
     it; then the largest of page, filesystem block and 4096 is used, and a write that is refused all the same goes
     through the page cache.
 
     Args:
-        fd: the file, opened without O_DIRECT.
+        fd: the file, opened with O_DIRECT.
+        path: its name.
         size: its size in bytes.
+        readable: it was opened for reading.
     """
-    if not hasattr(os, "O_DIRECT"):
-        return without_direct("this system has no O_DIRECT")
     known = libc.direct_alignment(fd)
     if known is not None:
         memory, offset = known
         if memory == 0 or offset == 0:
             return without_direct("its filesystem has no direct I/O")
         return Alignment(True, memory, offset, "statx")
+    block = os.fstat(fd).st_blksize
+    if readable:
+        return _try_reads(fd, size, block)
     try:
-        direct = reopen(fd, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return without_direct("its filesystem refuses O_DIRECT")
-        direct = -1  # not readable by us: nothing to try with
+        other = reopen(fd, os.O_RDONLY | os.O_DIRECT, path)
+    except OSError:
+        return _try_reads(-1, size, block)
     try:
-        return _try_reads(direct, size, os.fstat(fd).st_blksize)
+        return _try_reads(other, size, block)
     finally:
-        if direct >= 0:
-            os.close(direct)
+        os.close(other)
 
 
-def reopen(fd: int, flags: int) -> int:
-    """The same file, opened once more with other flags (by /proc, so that a renamed file is still the same)."""
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+def reopen(fd: int, flags: int, path: str) -> int:
+    """The same file, opened once more with other flags: by /proc, so that a renamed file is still the same."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    except FileNotFoundError:  # no /proc here
+        return os.open(path, flags | os.O_CLOEXEC)
 
 
 def _try_reads(fd: int, size: int, block: int) -> Alignment:

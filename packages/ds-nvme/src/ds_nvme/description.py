@@ -20,6 +20,7 @@ class Description:
         single_submit: requests are handed over one by one.
         overlap_events: the queue is refilled as requests end.
         intra_op_parallelism: threads that share an operation.
+        blocks_at_once: blocking operations of one block so far, done by pread or pwrite in the caller's thread.
         straight_blocks: blocks moved between file and user's memory so far.
         bounced_blocks: blocks moved through a bounce buffer so far, because memory or offsets were not aligned.
         mended_blocks: blocks that the kernel refused or cut short, finished through the page cache.
@@ -35,6 +36,7 @@ class Description:
     single_submit: bool
     overlap_events: bool
     intra_op_parallelism: int
+    blocks_at_once: int
     straight_blocks: int
     bounced_blocks: int
     mended_blocks: int
@@ -48,7 +50,7 @@ class Description:
             + (", submitted one by one" if self.single_submit else "")
             + ("" if self.overlap_events else ", a batch at a time"),
             f"moved so far: {self.straight_blocks} blocks straight, {self.bounced_blocks} through bounce buffers, "
-            f"{self.mended_blocks} finished through the page cache",
+            f"{self.mended_blocks} finished through the page cache, {self.blocks_at_once} in the caller's thread",
         ]
         lines += [f"engine {name} can't run here: {reason}" for name, reason in self.refused.items()]
         if self.file is not None:

@@ -8,7 +8,7 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
-from ds_nvme.alignment import Alignment, without_direct
+from ds_nvme.blocks import carry_out
 from ds_nvme.description import Description
 from ds_nvme.engines.base import Engine
 from ds_nvme.engines.choose import candidates, names, refusal
@@ -72,6 +72,7 @@ class AioHandle:
         self._process = os.getpid()
         self._workers, self._engine, self._why = self._hire(engine, intra_op_parallelism)
         self._gate = threading.Lock()
+        self._done_here = 0
         self._turn = 0
         self._unwaited: list[Operation] = []
         self._locked = LockedTensors()
@@ -143,6 +144,7 @@ class AioHandle:
             single_submit=self._single_submit,
             overlap_events=self._overlap_events,
             intra_op_parallelism=len(self._workers),
+            blocks_at_once=self._done_here,
             straight_blocks=sum(worker.counts.straight for worker in self._workers),
             bounced_blocks=sum(worker.counts.bounced for worker in self._workers),
             mended_blocks=sum(worker.counts.mended for worker in self._workers),
@@ -189,11 +191,11 @@ class AioHandle:
 
     def pread(self, buffer: Any, filename: Path, validate: bool, async_: bool, file_offset: int = 0) -> int:
         """`async_pread` or `sync_pread`, and with `validate` a comparison of buffer and file afterwards."""
-        return self._account(self._start(buffer, filename, file_offset, write=False, validate=validate), async_)
+        return self._account(buffer, filename, file_offset, False, validate, async_)
 
     def pwrite(self, buffer: Any, filename: Path, validate: bool, async_: bool, file_offset: int = 0) -> int:
         """`async_pwrite` or `sync_pwrite`, and with `validate` a comparison of file and buffer afterwards."""
-        return self._account(self._start(buffer, filename, file_offset, write=True, validate=validate), async_)
+        return self._account(buffer, filename, file_offset, True, validate, async_)
 
     def read(self, buffer: Any, filename: Path, validate: bool = False, file_offset: int = 0) -> int:
         """A blocking read; 1, the number of completed operations."""
@@ -285,7 +287,10 @@ class AioHandle:
                 return workers, engine, "; ".join(["asked for" if name != "auto" else "the first that runs", *refused])
         raise EngineError(f"engine {name!r} runs here: {'; '.join(refused)}; use engine='auto'")
 
-    def _start(self, buffer: Any, filename: Path, file_offset: int, *, write: bool, validate: bool) -> Operation:
+    def _start(
+        self, buffer: Any, filename: Path, file_offset: int, *, write: bool, validate: bool, here: bool = False
+    ) -> Operation:
+        """Begin a transfer; one that is small, and whose caller waits anyway (`here`), is done on return."""
         self._require_open()
         if file_offset < 0:
             raise ValueError(f"a file offset is 0 or more bytes: got {file_offset}")
@@ -300,9 +305,16 @@ class AioHandle:
             IN_FLIGHT.enter(region)
             undo.callback(IN_FLIGHT.leave, region)
             plan = self._plan(view, file, file_offset, write)
+            if plan.any_cached:
+                _ = file.cached  # opened now, where an error is the caller's, not a worker's
             if plan.grow_to is not None:
                 file.grow(file_offset, plan.grow_to)
             operation = Operation(plan, file, view, region, validate=validate)
+            if here and plan.blocks <= 1:
+                undo.pop_all()
+                self._done_here += 1
+                carry_out(operation)
+                return operation
             shares = divide(operation, len(self._workers))
             operation.begin(len(shares))
             with self._gate:
@@ -314,23 +326,20 @@ class AioHandle:
         return operation
 
     def _plan(self, view: View, file: OpenFile, file_offset: int, write: bool) -> TransferPlan:
-        def with_alignment(alignment: Alignment) -> TransferPlan:
-            return plan_transfer(
-                write=write,
-                address=view.address,
-                nbytes=view.nbytes,
-                file_offset=file_offset,
-                file_size=file.size,
-                alignment=alignment,
-                block_size=self._block_size,
-            )
+        return plan_transfer(
+            write=write,
+            address=view.address,
+            nbytes=view.nbytes,
+            file_offset=file_offset,
+            file_size=file.size,
+            alignment=file.alignment(),
+            block_size=self._block_size,
+        )
 
-        plan = with_alignment(file.alignment())
-        if plan.any_direct and not file.open_direct():
-            plan = with_alignment(without_direct("it can't be opened with O_DIRECT"))
-        return plan
-
-    def _account(self, operation: Operation, asynchronous: bool) -> int:
+    def _account(
+        self, buffer: Any, filename: Path, file_offset: int, write: bool, validate: bool, asynchronous: bool
+    ) -> int:
+        operation = self._start(buffer, filename, file_offset, write=write, validate=validate, here=not asynchronous)
         if asynchronous:
             self._unwaited.append(operation)
             return 0

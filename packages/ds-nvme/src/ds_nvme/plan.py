@@ -75,9 +75,14 @@ class TransferPlan:
     grow_to: int | None = None
 
     @property
-    def any_direct(self) -> bool:
-        """Whether a part goes around the page cache."""
-        return any(segment.direct for segment in self.segments)
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return sum(segment.blocks for segment in self.segments)
+
+    @property
+    def any_cached(self) -> bool:
+        """Whether a part goes through the page cache."""
+        return not all(segment.direct for segment in self.segments)
 
     def __str__(self) -> str:
         head = f"{'write' if self.write else 'read'} of {self.nbytes} bytes at offset {self.file_offset}"

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from ds_nvme.blocks import copy_out, mend
 from ds_nvme.bounce import BounceBuffers
 from ds_nvme.engines.base import Engine, Run
-from ds_nvme.errors import EngineError, NvmeError, TruncatedFileError, file_error
+from ds_nvme.errors import EngineError, NvmeError
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
 from ds_nvme.share import Job, Share, final
 
 _TAG_BITS = 32  # of a block inside its run; the run's own number stands above
-_MENDABLE = frozenset({errno.EAGAIN, errno.EINTR, errno.EINVAL, errno.EOPNOTSUPP, errno.ECANCELED})
-"""Errors of a block after which a plain pread or pwrite through the page cache may still do."""
 
 
 @dataclass
@@ -238,11 +236,7 @@ class Worker:
     def _land(self, job: Job, index: int, buffer: Memory, result: int) -> None:
         """A bounced block has ended."""
         if self._ended(job, index, buffer.address, result) and not job.run.write:
-            operation, run = job.share.operation, job.run
-            begin = run.address + index * run.block_nbytes
-            start = max(begin, operation.address)
-            stop = min(begin + run.length(index), operation.address + operation.plan.nbytes)
-            libc.move(start, buffer.address + start - begin, stop - start)
+            copy_out(job.share.operation, job.run, index, buffer.address)
         self._buffers.give(buffer)
 
     def _ended(self, job: Job, index: int, address: int, result: int) -> bool:
@@ -252,31 +246,9 @@ class Worker:
         self._in_flight -= 1
         if result == job.run.length(index) or job.share.operation.failed:
             return not job.share.operation.failed
-        return self._mend(job, index, address, result)
-
-    def _mend(self, job: Job, index: int, address: int, result: int) -> bool:
-        operation, run = job.share.operation, job.run
-        offset = run.file_offset + index * run.block_nbytes
-        # A direct read may ask for more than the user did, beyond the end of the file.
-        wanted = min(run.length(index), operation.plan.file_offset + operation.plan.nbytes - offset)
-        done = max(result, 0)
-        if result < 0 and -result not in _MENDABLE:
-            operation.fail(file_error(-result, operation.path, offset))
-            return False
-        if done < wanted:
-            self.counts.mended += 1
-        while done < wanted:
-            move = libc.pwrite if run.write else libc.pread
-            moved = move(operation.file.cached, address + done, wanted - done, offset + done)
-            if moved == 0 and not run.write:
-                plan = operation.plan
-                operation.fail(TruncatedFileError(operation.path, plan.file_offset, plan.nbytes, offset + done))
-                return False
-            if moved <= 0:
-                operation.fail(file_error(-moved or errno.EIO, operation.path, offset + done))
-                return False
-            done += moved
-        return True
+        outcome = mend(job.share.operation, job.run, index, address, result)
+        self.counts.mended += outcome is True
+        return outcome is not False
 
     def _give_up(self, share: Share) -> None:
         """Submit nothing more of a share whose operation has failed."""
