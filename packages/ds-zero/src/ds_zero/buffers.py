@@ -26,3 +26,7 @@ class BufferPool:
         """Takes a buffer back. Nobody may use it any more, a running collective included."""
         if buffer.device.type == "cpu":
             self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+    def clear(self) -> None:
+        """Lets go of what it keeps."""
+        self._free.clear()

@@ -363,6 +363,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             each["params"] = []
         self.inner.state.clear()
         self.reducer.groups = []
+        self._pool.clear()
 
 
 def _cut_state(value: Any, piece: Piece) -> Any:
