@@ -74,7 +74,10 @@ def fio(engine: str, arguments: argparse.Namespace, path: str) -> Callable[[str]
             f"--rw={order}",
         ]
         command += ["--overwrite=1", "--scramble_buffers=0", "--output-format=json", "--invalidate=0"]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True
+        )  # a session of its own: fio touches the terminal, which stops whoever runs it in the background
+        output = done.stdout
         job = json.loads(output[output.index("{") :])["jobs"][0]  # notes may come first
         wall = job[order]["runtime"] / 1000
         return wall, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
