@@ -42,8 +42,10 @@ types: .venv/.dev ## type check
 imports: .venv/.dev ## who may import whom
 	$(BIN)/lint-imports
 
-bench: .venv/.packages .venv-peers/.deepspeed ## compare with DDP, FSDP2 and DeepSpeed (slow)
+bench: .venv/.dev .venv-peers/.deepspeed ## compare with DDP, FSDP2 and DeepSpeed (slow); ARGS go to run.py
 	$(BIN)/python tests/bench/run.py $(ARGS)
+	$(BIN)/python tests/bench/collectives.py
+	$(BIN)/python tests/bench/start.py
 
 alone: $(PACKAGES:packages/%=alone-%) ## each package's tests, installed with only what it declares
 
