@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +162,109 @@ def test_names_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "three")
     with pytest.raises(ValueError, match="LOCAL_RANK is a whole number"):
         ds_comm.get_local_rank()
+
+
+LOCAL_RANK_KEYS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
+
+def set_local_rank(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+    for key in LOCAL_RANK_KEYS:
+        monkeypatch.delenv(key, raising=False)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+
+
+@pytest.mark.parametrize(
+    ("env", "local_rank"),
+    [
+        ({}, 0),
+        ({"LOCAL_RANK": "2"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+        ({"MPI_LOCALRANKID": "3"}, 3),
+        ({"LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 2),
+        ({**OPEN_MPI, "LOCAL_RANK": "0"}, 0),
+        ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4"}, 1),
+    ],
+)
+def test_the_local_rank_is_the_same_to_all_who_ask(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], local_rank: int
+) -> None:
+    set_local_rank(monkeypatch, {key: value for key, value in env.items() if key in LOCAL_RANK_KEYS})
+    assert ds_comm.get_local_rank() == local_rank
+    assert resolve(env=env).local_rank == local_rank
+    who = {"rank": 3, "world_size": 4, "init_method": "tcp://h:1"}
+    assert resolve(auto_mpi_discovery=False, env=env, **who).local_rank == local_rank
+
+
+class Accelerators:
+    """torch.accelerator of a machine with `count` devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0) -> None:
+        self.current = current
+        fakes = {
+            "current_accelerator": lambda check_available=False: torch.device("cuda") if count else None,
+            "device_count": lambda: count,
+            "current_device_index": lambda: self.current,
+            "set_device_index": self.set,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.accelerator, name, fake)
+
+    def set(self, device: Any) -> None:
+        self.current = torch.device(device).index if not isinstance(device, int) else device
+
+
+@pytest.mark.parametrize(
+    ("env", "before", "after"),
+    [
+        ({"LOCAL_RANK": "3"}, 0, 3),
+        ({"LOCAL_RANK": "0"}, 0, 0),
+        ({"LOCAL_RANK": "5"}, 0, 1),  # more ranks than devices
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 0, 2),
+        ({"LOCAL_RANK": "3"}, 2, 2),  # the caller has chosen
+        ({}, 0, 0),
+    ],
+)
+def test_a_rank_takes_its_device_though_the_group_runs_already(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], before: int, after: int
+) -> None:
+    set_local_rank(monkeypatch, env)
+    devices = Accelerators(monkeypatch, 4, before)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    init_distributed()
+    assert devices.current == after
+
+
+def test_a_group_bound_to_a_device_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_local_rank(monkeypatch, {"LOCAL_RANK": "1"})
+    devices = Accelerators(monkeypatch, 4)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    bound = SimpleNamespace(bound_device_id=torch.device("cuda", 2))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=bound))
+    init_distributed()
+    assert devices.current == 2
+
+
+def test_without_an_accelerator_no_device_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_local_rank(monkeypatch, {"LOCAL_RANK": "1"})
+    devices = Accelerators(monkeypatch, 0)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    init_distributed()
+    assert devices.current == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "before", "after"), [({"LOCAL_RANK": "1"}, 0, 1), ({"LOCAL_RANK": "1"}, 3, 1), ({}, 3, 3)]
+)
+def test_a_rank_takes_its_device_before_it_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], before: int, after: int
+) -> None:
+    set_local_rank(monkeypatch, env)
+    devices = Accelerators(monkeypatch, 4, before)
+    seen: list[int] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(devices.current))
+    init_distributed("gloo", rank=0, world_size=1, verbose=False)
+    assert seen == [after]
 
 
 def test_false_expects_a_group_that_runs() -> None:

@@ -109,7 +109,7 @@ def resolve(
         init_method=str(init_method),
         rank=rank,
         world_size=world_size,
-        local_rank=_integer(env, "LOCAL_RANK", 0, least=0),
+        local_rank=_local_rank(env) or 0,
         timeout=timeout or _timeout(config_timeout_s, env),
     )
 
@@ -126,7 +126,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Starts the default process group unless it runs already.
+    """Starts the default process group unless it runs already, and takes this rank's device.
+
+    The device is the accelerator whose index is the local rank; where nothing says the local rank, the current one
+    stays. Next to a group that runs already (`torch.distributed.init_process_group` under torchrun, say) an index
+    other than 0 is the caller's choice and stays too. Index 0 is what every process begins with: left there, all
+    ranks of a machine would share one device. A group that was bound to a device (`device_id=`) settles it.
 
     Args:
         dist_backend: torch's name for a backend. Default: by device (nccl for CUDA, gloo for CPU, …).
@@ -154,6 +159,7 @@ def init_distributed(
                 "dist_init_required=True asks to start the process group, and it runs already; "
                 "drop the earlier init_process_group, or pass None"
             )
+        _take_device(running=True)
         return
     if dist_init_required is False:
         raise CommError(
@@ -170,8 +176,7 @@ def init_distributed(
         (config or {}).get("comm_timeout_s"),
         auto_mpi_discovery,
     )
-    if device_type() != "cpu":
-        torch.accelerator.set_device_index(meet.local_rank % torch.accelerator.device_count())
+    _take_device(running=False)
     try:
         if meet.init_method == "local":
             dist.init_process_group(
@@ -210,8 +215,27 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This process's number on its machine: LOCAL_RANK, or 0."""
-    return _integer(os.environ, "LOCAL_RANK", 0, least=0)
+    """This process's number on its machine: LOCAL_RANK, else what an MPI launcher says, else 0."""
+    return _local_rank(os.environ) or 0
+
+
+def _local_rank(env: Mapping[str, str]) -> int | None:
+    """The number on its machine that the environment gives this process, if it does."""
+    for key in ("LOCAL_RANK", *(local_key for _, local_key, _ in _MPI.values())):
+        if key in env:
+            return _integer(env, key, 0, least=0)
+    return None
+
+
+def _take_device(running: bool) -> None:
+    """Makes this rank's accelerator the current one. `running`: the group was there before. See `init_distributed`."""
+    if device_type() == "cpu" or (running and torch.accelerator.current_device_index() != 0):
+        return
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if running else None
+    if bound is not None:
+        torch.accelerator.set_device_index(bound)
+    elif (local_rank := _local_rank(os.environ)) is not None:
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
 
 
 def _integer(env: Mapping[str, str], key: str, default: int, least: int) -> int:
@@ -242,13 +266,9 @@ def _timeout(config_s: float | None, env: Mapping[str, str]) -> timedelta:
 
 
 def _from_mpi(env: Mapping[str, str]) -> dict[str, str]:
-    for rank_key, (size_key, local_key, local_size_key) in _MPI.items():
+    for rank_key, (size_key, _, local_size_key) in _MPI.items():
         if rank_key in env and size_key in env:
-            found = {
-                "RANK": env[rank_key],
-                "WORLD_SIZE": env[size_key],
-                "LOCAL_RANK": env.get(local_key, "0"),
-            }
+            found = {"RANK": env[rank_key], "WORLD_SIZE": env[size_key]}
             if "MASTER_ADDR" not in env and env.get(local_size_key) == env[size_key]:
                 found["MASTER_ADDR"] = "127.0.0.1"  # every rank is on this machine
             return found
