@@ -21,7 +21,6 @@ class Ended:
     value: Any = None
     error: str = ""
     exitcode: int | None = None
-    seconds: float = 0.0
 
 
 Launch = Callable[..., list[Ended]]
@@ -59,25 +58,25 @@ def launch() -> Launch:
         while pending and (left := began + limit_s - time.monotonic()) > 0:
             for pipe in wait(list(pending), timeout=left):
                 rank = pending.pop(pipe)
-                ended[rank] = _receive(pipe, time.monotonic() - began)
+                ended[rank] = _receive(pipe)
         for rank, process in enumerate(processes):
             if rank in pending.values():
                 process.kill()
             process.join()
-            found = ended.get(rank, Ended(error=f"did not end within {limit_s:.0f} s", seconds=limit_s))
-            ended[rank] = Ended(found.value, found.error, process.exitcode, found.seconds)
+            found = ended.get(rank, Ended(error=f"did not end within {limit_s:.0f} s"))
+            ended[rank] = Ended(found.value, found.error, process.exitcode)
             pipes[rank].close()
         return [ended[rank] for rank in range(world)]
 
     return run
 
 
-def _receive(pipe: Any, seconds: float) -> Ended:
+def _receive(pipe: Any) -> Ended:
     try:
         value, error = pipe.recv()
     except EOFError:
-        return Ended(seconds=seconds)
-    return Ended(value, error, seconds=seconds)
+        return Ended()
+    return Ended(value, error)
 
 
 def _run(pipe: Connection, rank: int, function: Callable[..., Any], args: tuple, env: Mapping[str, str]) -> None:
