@@ -139,7 +139,7 @@ def test_a_short_run_learns_and_leaves_its_curves(tmp_path: Path, stage: int) ->
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -193,6 +193,6 @@ def test_plot_overlays_runs(tmp_path: Path) -> None:
         "--out",
         tmp_path / "c.png",
     ]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "c.png").read_bytes().startswith(PNG_HEADER)

@@ -34,7 +34,7 @@ def test_snippets(readme: Path, tmp_path: Path) -> None:
     for language, text in snippets:
         arguments, source = command(language, text)
         done = subprocess.run(
-            arguments, input=source, text=True, cwd=where, env=env, capture_output=True, timeout=240, check=False
+            arguments, input=source, text=True, cwd=where, env=env, capture_output=True, timeout=500, check=False
         )
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
 

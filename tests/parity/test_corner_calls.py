@@ -77,7 +77,7 @@ def test_one_rank_alone(ranks: Callable[[int], RankPool], way: str, stages: tupl
     Right, or every rank is refused within seconds.
     """
     try:
-        by_rank = ranks(2).run(trained_all, [Job(way, zeros(s), plain=ALONE[way]) for s in stages], timeout_s=20)
+        by_rank = ranks(2).run(trained_all, [Job(way, zeros(s), plain=ALONE[way]) for s in stages])
     except RankError as error:
         assert error.types.keys() == {0, 1}, error
         assert set(error.types.values()) <= {"CommError", "ZeroError", "EngineError"}, error

@@ -83,7 +83,7 @@ def test_engines_called_in_another_order_by_rank(ranks: Callable[[int], RankPool
     """Two engines of one shape: their gradients are not taken for each other's. Right, or refused; not silent."""
     gradients, weights = joint_reference("in turn", 2)
     settings = [Setting(stage=stage) for stage in (0, 1, 2)]
-    for found in ranks(2).run(joint_or_refused, "in turn", settings, timeout_s=20):
+    for found in ranks(2).run(joint_or_refused, "in turn", settings):
         for setting, (message, ours, final) in zip(settings, found):
             if message:
                 assert message.startswith(("ZeroError", "CommError")) and "order" in message, message

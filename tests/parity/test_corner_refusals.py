@@ -29,7 +29,7 @@ MUST_NAME = {
 @pytest.mark.parametrize("use", USES)
 def test_right_or_refused(ranks: Callable[[int], RankPool], use: str, stage: int) -> None:
     """The result is plain PyTorch's, or every rank raises an error that names the cause."""
-    found = ranks(2).run(outcome, use, stage, timeout_s=20)
+    found = ranks(2).run(outcome, use, stage)
     for far, message in found:
         if message:
             assert MUST_NAME.get(use, "") in message, message
@@ -41,7 +41,7 @@ def test_right_or_refused(ranks: Callable[[int], RankPool], use: str, stage: int
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_unused_parameters_are_named(ranks: Callable[[int], RankPool], stage: int) -> None:
     """ignore_unused_parameters=false: every rank names them and how many ranks missed them; nobody hangs."""
-    for message, far in ranks(2).run(unused, stage, timeout_s=20):
+    for message, far in ranks(2).run(unused, stage):
         assert message.startswith("ZeroError"), message
         assert "'1.weight' (unused on 1 of 2 ranks)" in message and "'1.bias'" in message, message
         assert "'2.weight' (unused on 2 of 2 ranks)" in message and "'2.bias'" in message, message

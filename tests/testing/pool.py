@@ -35,7 +35,7 @@ class RankPool:
         timeout_s: how long one call may take before the pool is killed and the test fails.
     """
 
-    def __init__(self, world: int, timeout_s: float = 120.0):
+    def __init__(self, world: int, timeout_s: float = 300.0):
         self.world = world
         self.timeout_s = timeout_s
         self._start()
@@ -70,7 +70,7 @@ class RankPool:
         limit = timeout_s or self.timeout_s
         while pending:
             # Once one rank has failed, its peers may wait for it for ever: give them a moment, no more.
-            ready = wait(list(pending), timeout=3.0 if errors else limit)
+            ready = wait(list(pending), timeout=15.0 if errors else limit)
             if not ready:
                 break
             for pipe in ready:
@@ -120,7 +120,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     while (call := _receive(pipe)) is not None:
         function, args, kwargs = call

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 """How long anything may take before a test calls it a hang. Far above what it does take."""
 
 _PRELUDE = """

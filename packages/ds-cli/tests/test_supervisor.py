@@ -362,7 +362,7 @@ def test_rank_0_has_the_standard_input(launch) -> None:
 
 def ds_launch(scripts_dir: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [scripts_dir / "ds", "launch", *arguments], capture_output=True, text=True, cwd=cwd, timeout=60
+        [scripts_dir / "ds", "launch", *arguments], capture_output=True, text=True, cwd=cwd, timeout=240
     )
 
 

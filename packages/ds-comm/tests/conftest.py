@@ -41,7 +41,7 @@ def launch() -> Launch:
         function: Callable[..., Any],
         *args: Any,
         env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
-        limit_s: float = 30.0,
+        limit_s: float = 120.0,
     ) -> list[Ended]:
         began = time.monotonic()
         processes, pipes = [], []

@@ -221,7 +221,7 @@ def test_an_interpreter_that_ends_finishes_its_transfers(engine: str, tmp_path: 
         "import sys, ds_nvme; handle = ds_nvme.aio_handle(65536, 4, engine=sys.argv[2]); "
         "operation = handle.start_write(bytes(8 << 20), sys.argv[1])"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "file"), engine], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "file"), engine], check=True, timeout=240)
     assert (tmp_path / "file").stat().st_size == 8 << 20
 
 
@@ -243,4 +243,4 @@ assert os.waitstatus_to_exitcode(status) == 7, status
 handle.sync_pread(bytearray(10), sys.argv[1])
 """
     command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "file"), engine]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=240)

@@ -112,7 +112,7 @@ def test_python_runs_on_during_a_transfer(engine: str) -> None:
     """Engines hold no GIL while the kernel works. With it held, this would wait for itself and never end."""
     if engine == "threads":
         pytest.skip("pread takes no pipe; it is called as the other engines' system calls are")
-    subprocess.run([sys.executable, "-c", HELD_UP, engine], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", HELD_UP, engine], check=True, timeout=240)
 
 
 def test_the_configuration() -> None:

@@ -96,7 +96,7 @@ class GPT(nn.Module):
     def generate(self, prompt: Tensor, num_new: int, temperature: float = 0.8, seed: int = 0) -> Tensor:
         """`prompt` (int64 [length]) and `num_new` sampled bytes after it.
 
-        The seed is explicit: under ZeRO-3 a forward pass is a collective, so every rank must sample the same.
+        The seed is explicit, so that every rank samples the same.
         """
         generator = torch.Generator().manual_seed(seed)
         tokens = prompt

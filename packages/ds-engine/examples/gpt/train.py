@@ -27,7 +27,7 @@ def main() -> None:
     config = read_config(options)
     torch.manual_seed(options.seed)  # the same first weights on every rank
     model = GPT(options.width, options.layers, options.heads, options.context)
-    size = sum(parameter.numel() for parameter in model.parameters())  # before ZeRO-3 shards them
+    size = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = ds_engine.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank, world_size, device = engine.global_rank, engine.world_size, engine.device
 
@@ -71,7 +71,7 @@ def main() -> None:
             if view:
                 view.refresh()
 
-    # Every rank writes along, and the same text: under ZeRO-3 each holds a part of the weights.
+    # Every rank writes along, and the same text: none is left waiting for the others.
     engine.eval()
     prompt = torch.tensor(list(options.prompt.encode()), device=device)
     written = model.generate(prompt, options.sample_bytes, options.temperature, options.seed)

@@ -116,6 +116,9 @@ class Engine(nn.Module):
         Returns:
             The loss as it was given.
 
+        Where it fails, all gradients of the step are forgotten, those of earlier micro-batches too: the step
+        begins anew with the next backward.
+
         Raises:
             EngineError: the loss is not a scalar, or carries no gradient.
         """
@@ -136,15 +139,20 @@ class Engine(nn.Module):
             if optimizer is None:
                 scaled.backward(retain_graph=retain_graph)
             else:
-                with optimizer.reducer.round():
-                    scaled.backward(retain_graph=retain_graph)
+                try:
+                    with optimizer.reducer.round():
+                        scaled.backward(retain_graph=retain_graph)
+                except BaseException:
+                    self._collected = 0
+                    raise
         self.events.emit(Event.AFTER_BACKWARD, self)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts a micro-batch; at the accumulation boundary updates the parameters and the learning rate.
 
-        A rank that ran no backward counts as a gradient of zero; where none did, parameters stay as they are.
+        A rank that ran no backward in the whole step counts as a gradient of zero; where none did, parameters
+        stay as they are. Under stage 2 every backward is collective: ranks run equally many.
 
         Args:
             lr_kwargs: arguments for the scheduler's step. Default: none.
@@ -412,9 +420,18 @@ class Engine(nn.Module):
         """The model's own state_dict: the same keys as without an engine."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, and the masters follow. Every rank loads the same values."""
-        result = self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """The model's own, and the masters follow. Every rank loads the same values.
+
+        Raises:
+            EngineError: `assign` would put other parameters in the place of those that are trained.
+        """
+        if assign and self.optimizer is not None:
+            raise EngineError(
+                "values are copied into the parameters that the engine trains: assign=True would replace them; "
+                "leave it out, or load before initialize()"
+            )
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         if self.optimizer is not None:
             self.optimizer.adopt_values()
         return result

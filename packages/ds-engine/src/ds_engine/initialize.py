@@ -79,8 +79,10 @@ def initialize(
     if parsed.dump_state and comm.rank == 0:
         logger.info("configuration: %s", parsed.model_dump_json(indent=2))
     model.to(device)
-    parameter_dtype = _cast(model, parsed.precision.parameters, model_parameters, optimizer)
-    inner = _optimizer(optimizer, model, model_parameters, parsed)
+    parameter_dtype = _parameter_dtype(model, parsed)
+    inner = _optimizer(optimizer, model, model_parameters, parsed, parsed.precision.masters or parameter_dtype)
+    if parameter_dtype is not None:
+        _cast(model, parameter_dtype, inner)
     sharded = None
     if inner is not None:
         sharded = ShardedOptimizer(
@@ -159,26 +161,29 @@ def _data_parallel(mpu: Any, device: torch.device) -> Communicator:
     return communicator(mesh["dp"].get_group())
 
 
-def _cast(model: nn.Module, dtype: torch.dtype | None, model_parameters: Any, optimizer: Any) -> torch.dtype | None:
-    """Gives the model its low precision, but for what the optimizer will take: masters want those digits.
+def _parameter_dtype(model: nn.Module, config: Config) -> torch.dtype | None:
+    """What the configuration gives parameters; None where it leaves them, or they are of several dtypes already."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return config.precision.parameters if len(kinds) == 1 else None
 
-    Returns:
-        The dtype that trained parameters are to have; None leaves them.
-    """
-    floating = [p for p in model.parameters() if p.is_floating_point()]
-    if dtype is None or len({p.dtype for p in floating}) > 1:
-        return None
-    for parameter in floating:
-        if not parameter.requires_grad:
+
+def _cast(model: nn.Module, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> None:
+    """Gives the model its low precision, but for what the optimizer trains: masters want those digits first."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and id(parameter) not in trained:
             parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)
-    return dtype
 
 
-def _optimizer(optimizer: Any, model: nn.Module, model_parameters: Any, config: Config) -> torch.optim.Optimizer | None:
+def _optimizer(
+    optimizer: Any, model: nn.Module, model_parameters: Any, config: Config, dtype: torch.dtype | None
+) -> torch.optim.Optimizer | None:
+    """The client's, or the configured one; `dtype` is what it will update."""
     if optimizer is None and config.optimizer is None:
         return None
     parameters = _parameters(model if model_parameters is None else model_parameters)
@@ -200,7 +205,7 @@ def _optimizer(optimizer: Any, model: nn.Module, model_parameters: Any, config: 
             f"{type(optimizer).__name__}; leave it out to use the configuration's"
         )
     assert config.optimizer is not None
-    return build_optimizer(config.optimizer.type, parameters, dict(config.optimizer.params))
+    return build_optimizer(config.optimizer.type, parameters, dict(config.optimizer.params), dtype)
 
 
 def _parameters(given: Any) -> list[Any]:

@@ -53,6 +53,7 @@ def build_optimizer(
     name: str,
     parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
     params: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer `name` for `parameters`.
 
@@ -74,6 +75,7 @@ def build_optimizer(
         name: the optimizer's name.
         parameters: parameters, or dicts that define parameter groups.
         params: the optimizer's other arguments by name.
+        dtype: what the parameters will have when they are updated. Default: what they have.
 
     Raises:
         ValueError: there is no such optimizer or it can't be used here, or a parameter is unknown or out of
@@ -85,7 +87,7 @@ def build_optimizer(
         kind, params = _adam(known, params)
     _check_names(known, _accepted(kind), params)
     build: Callable[..., torch.optim.Optimizer] = kind
-    return build(groups, **params, **({"fused": True} if _may_fuse(kind, groups, params) else {}))
+    return build(groups, **params, **({"fused": True} if _may_fuse(kind, groups, params, dtype) else {}))
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -178,7 +180,12 @@ def _check_names(name: str, accepted: list[str], params: Mapping[str, Any]) -> N
             )
 
 
-def _may_fuse(kind: OptimizerType, groups: list[torch.Tensor | dict[str, Any]], params: Mapping[str, Any]) -> bool:
+def _may_fuse(
+    kind: OptimizerType,
+    groups: list[torch.Tensor | dict[str, Any]],
+    params: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> bool:
     """Whether to take torch's fused kernel: it fits every parameter and the user asked for nothing else."""
     asked = {"fused", "foreach", "differentiable"}
     if "fused" not in _accepted(kind) or asked & params.keys():
@@ -192,23 +199,26 @@ def _may_fuse(kind: OptimizerType, groups: list[torch.Tensor | dict[str, Any]], 
         else:
             members += [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
     tensors = [each[1] if isinstance(each, tuple) else each for each in members]  # torch takes (name, tensor) too
-    kinds = {(each.device.type, each.dtype) for each in tensors}
-    return all(_has_fused(kind, device, dtype) for device, dtype in kinds)  # type: ignore[arg-type]
+    kinds = {(each.device.type, dtype or each.dtype) for each in tensors}
+    return all(_has_fused(kind, device, kept) for device, kept in kinds)  # type: ignore[arg-type]
 
 
 @cache
 def _has_fused(kind: OptimizerType, device: str, dtype: torch.dtype) -> bool:
-    """Whether torch has a fused kernel for a device and dtype; it says so at the first step, so make one."""
+    """Whether torch has a fused kernel for a device and dtype; it shows at the first step, so make one.
+
+    Where it has none it raises, or (SGD, low precision on a CPU, torch 2.13) leaves parameters as they are.
+    """
     if device == "meta":
         return False
     param = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
-    param.grad = torch.zeros_like(param)
+    param.grad = torch.ones_like(param)
     build: Callable[..., torch.optim.Optimizer] = kind
     try:
-        build([param], lr=0.0, fused=True).step()
+        build([param], lr=1.0, fused=True).step()
     except (RuntimeError, NotImplementedError, TypeError):
         return False
-    return True
+    return bool(param.detach().abs() > 0)
 
 
 def _nearest(name: object, known: Iterable[str]) -> str:

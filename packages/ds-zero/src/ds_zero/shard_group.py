@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ds_comm import Communicator, ShardSpec, Work
 from ds_zero.buffers import BufferPool
@@ -85,11 +87,12 @@ class ShardGroup:
         self.master = self.shard if values is self.flat else values[start:stop].clone()
         for number in range(len(parameters)):
             self._lay(number)
-        self._seen = [(p.data_ptr(), p._version) for p in parameters]  # what `reclaim` knows of them
+        self._note()
         self.pieces = [self._piece(slot, spec, start) for slot, spec in layout.specs(comm.rank)]
         self.reduced: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._filled = [False] * len(parameters)  # slots of _local that hold a gradient
+        self._updated: list[nn.Parameter] = []  # by the step under way
         self._gaps = layout.gaps()
         self._work: Work | None = None
         self._finish: Callable[[], None] | None = None
@@ -97,6 +100,9 @@ class ShardGroup:
     def _lay(self, number: int) -> None:
         slot = self.layout.slots[number]
         self.parameters[number].data = self.flat[slot.offset : slot.stop].view(slot.info.shape)
+
+    def _note(self) -> None:
+        self._seen = [(p.data_ptr(), p._version) for p in self.parameters]  # what `reclaim` knows of them
 
     @torch.no_grad()
     def reclaim(self) -> None:
@@ -238,6 +244,7 @@ class ShardGroup:
 
     def hand_gradients(self, used: Callable[[int], bool]) -> None:
         """Gives every piece its gradient; None where nobody used the parameter, so that it is left alone."""
+        self._updated = [parameter for slot, parameter in enumerate(self.parameters) if used(slot)]
         for piece in self.pieces:
             if self.reduced is None or not used(piece.slot):  # a group that thawed after backward has none yet
                 piece.tensor.grad = None
@@ -259,6 +266,9 @@ class ShardGroup:
     @torch.no_grad()
     def publish(self, async_op: bool) -> Work | None:
         """Brings the optimizer's values to the parameters, on every rank."""
+        # So that autograd refuses a backward through older values, as it does after a plain optimizer's step.
+        increment_version(self._updated)
+        self._note()
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         if self.layout.splits is None or self._comm.world == 1:
@@ -274,6 +284,9 @@ class ShardGroup:
 
     def release(self) -> None:
         """Gives the parameters storage of their own again and drops everything else."""
+        with contextlib.suppress(RuntimeError):  # the result of a reduction under way is not wanted
+            self.finish_reduction()
+        self._work = self._finish = None
         self.drop_gradients()
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()

@@ -210,13 +210,25 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _assemble(owner: _Owner, param: nn.Parameter, read) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    full = torch.zeros(param.numel(), device=param.device)
-    alone = owner.group.layout.splits is None  # every rank holds it all
+    """All ranks' pieces together. Where one has none to give, every rank raises, and none is left waiting."""
+    full = torch.zeros(param.numel() + 1, device=param.device)  # the last counts the ranks that have nothing
+    missing: ZeroError | None = None
     for piece in owner.pieces:
-        full[piece.spec.start : piece.spec.stop] = read(piece).detach().reshape(-1)
-    if not alone:
+        try:
+            full[piece.spec.start : piece.spec.stop] = read(piece).detach().reshape(-1)
+        except ZeroError as error:
+            full[-1], missing = 1.0, error
+    if owner.group.layout.splits is not None:  # else every rank holds it all
         owner.optimizer.comm.all_reduce(full)
-    return full.view(param.shape)
+    if missing is not None:
+        raise missing
+    if full[-1] > 0:
+        name = owner.group.layout.slots[owner.slot].info.name
+        raise ZeroError(
+            f"the rank that holds {name!r} was asked for a state that it does not keep, and says which it has; "
+            "states come with the first step()"
+        )
+    return full[:-1].view(param.shape)
 
 
 def _local(param: nn.Parameter, read) -> torch.Tensor | None:  # type: ignore[no-untyped-def]
