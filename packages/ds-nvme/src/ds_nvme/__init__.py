@@ -8,6 +8,7 @@ from ds_nvme.engines.choose import names as engine_names
 from ds_nvme.errors import (
     AccessError,
     BudgetError,
+    CancelledTransferError,
     ClosedHandleError,
     EngineError,
     FileError,
@@ -38,6 +39,7 @@ __all__ = [
     "AioHandle",
     "BudgetError",
     "BufferPool",
+    "CancelledTransferError",
     "ClosedHandleError",
     "Description",
     "EngineError",

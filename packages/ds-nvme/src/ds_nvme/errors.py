@@ -25,6 +25,10 @@ class OverlapError(NvmeError):
     """A write meets a transfer in flight on the same bytes of the same file: the outcome would be chance."""
 
 
+class CancelledTransferError(NvmeError):
+    """The operation was cancelled: see `Operation.cancel`."""
+
+
 class EngineError(NvmeError):
     """An engine can't run here, or the kernel refused it resources."""
 

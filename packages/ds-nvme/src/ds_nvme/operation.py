@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from ds_nvme.errors import VerifyError
+from ds_nvme.errors import CancelledTransferError, VerifyError
 from ds_nvme.files import OpenFile
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
@@ -64,6 +64,7 @@ class Operation:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Operation], object]] = []
         self._shares = 0
+        self._ending = False
 
     # --- for those who wait
 
@@ -96,6 +97,25 @@ class Operation:
             raise error
         return self.plan.nbytes
 
+    def cancel(self) -> bool:
+        """Hand the kernel no more of it. It ends, with a `CancelledTransferError`, when what is under way has landed.
+
+        Nothing may be concluded about what was moved: of a file that was to grow the end is missing, as after a crash,
+        unless everything was under way already; elsewhere old and new bytes are mixed, as they are in a buffer.
+
+        Returns:
+            Whether it was cancelled: False where it has ended, or failed, before.
+        """
+        with self._lock:
+            if self._ending or self.failed:
+                return False
+            self._error = CancelledTransferError(
+                f"a transfer arrives whole unless it is cancelled: this {'write' if self.plan.write else 'read'} of "
+                f"{self.path} was; start it again"
+            )
+            self.failed = True
+        return True
+
     def add_done_callback(self, callback: Callable[[Operation], object]) -> None:
         """Call `callback(self)` when it has ended: from an I/O thread, or at once where it has already."""
         with self._lock:
@@ -121,6 +141,7 @@ class Operation:
     def fail(self, error: BaseException) -> None:
         """Note a block's error. The first is kept."""
         with self._lock:
+            # After a cancel the error is its own, whatever becomes of the blocks that were under way.
             if self._error is None:
                 self._error = error
             self.failed = True
@@ -133,6 +154,8 @@ class Operation:
 
     def end(self) -> None:
         """Everything has arrived, or failed: let go of file and memory, and wake who waits."""
+        with self._lock:
+            self._ending = True
         if self._validate and not self.failed:
             self._verify()
         self.file.close()

@@ -19,7 +19,7 @@ class Job:
         bounce: each block goes through a bounce buffer.
     """
 
-    __slots__ = ("bounce", "in_flight", "next", "packed", "run", "share", "total")
+    __slots__ = ("bounce", "in_flight", "next", "number", "packed", "packed_from", "packed_to", "run", "share", "total")
 
     def __init__(self, run: Run, share: Share, *, bounce: bool) -> None:
         self.run = run
@@ -29,7 +29,11 @@ class Job:
         self.next = 0
         """The first block not submitted yet."""
         self.in_flight = 0
+        self.number = 0
+        """What the worker knows it by; 0 before its first block is submitted."""
         self.packed: Any = None
+        """The engine's requests for blocks `packed_from` to `packed_to` (exclusive)."""
+        self.packed_from = self.packed_to = 0
 
 
 class Share:

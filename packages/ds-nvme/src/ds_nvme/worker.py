@@ -17,6 +17,9 @@ from ds_nvme.native import libc
 from ds_nvme.share import Job, Share, final
 
 _TAG_BITS = 32  # of a block inside its run; the run's own number stands above
+_PACKED_AT_ONCE = 512
+"""Blocks whose requests are made together: fast enough that the drive does not wait for the first, and a request takes
+64 bytes or more, of which a large transfer in small blocks would otherwise need gigabytes."""
 
 
 @dataclass
@@ -164,19 +167,23 @@ class Worker:
 
     def _submit(self, engine: Engine, job: Job) -> bool:
         """Submit blocks of a straight job; False where nothing more goes now."""
-        if job.packed is None:
+        if not job.number:
             self._numbers += 1
-            self._jobs[self._numbers] = job
-            job.packed = (self._numbers, engine.pack(job.run, self._numbers << _TAG_BITS))
-        count = min(self._depth - self._in_flight, job.total - job.next, self._most_a_call)
-        accepted = engine.submit(job.packed[1], job.next, count)
+            job.number = self._numbers
+            self._jobs[job.number] = job
+        if job.next == job.packed_to:
+            job.packed_from, job.packed_to = job.next, min(job.next + max(_PACKED_AT_ONCE, self._depth), job.total)
+            tag = (job.number << _TAG_BITS) + job.next
+            job.packed = engine.pack(job.run.part(job.packed_from, job.packed_to), tag)
+        count = min(self._depth - self._in_flight, job.packed_to - job.next, self._most_a_call)
+        accepted = engine.submit(job.packed, job.next - job.packed_from, count)
         if accepted == 0:
             return False
         first = job.next
         self._flown(job, max(accepted, 1))
         if accepted < 0:
             self._ended(job, first, job.run.address + first * job.run.block_nbytes, accepted)
-            self._drop(job.packed[0], job)
+            self._drop(job.number, job)
             return True
         self.counts.straight += accepted
         return accepted == count
@@ -263,6 +270,9 @@ class Worker:
 
     def _retire(self) -> None:
         """End the shares that have nothing left, and the operations whose last share that was."""
+        for share in self._active:
+            if share.jobs and share.operation.failed:  # cancelled, perhaps behind others that keep the queue full
+                self._give_up(share)
         ended = [share for share in self._active if share.ended]
         if ended:
             self._active = deque(share for share in self._active if not share.ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 
@@ -36,6 +36,12 @@ class Run:
         """Bytes of block `index`."""
         return min(self.block_nbytes, self.nbytes - index * self.block_nbytes)
 
+    def part(self, first: int, last: int) -> Run:
+        """Blocks `first` to `last` (exclusive)."""
+        start = first * self.block_nbytes
+        nbytes = min(last * self.block_nbytes, self.nbytes) - start
+        return replace(self, address=self.address + start, file_offset=self.file_offset + start, nbytes=nbytes)
+
 
 class Engine(ABC):
     """Carries up to `depth` blocks at a time. Made, used and closed by one thread.
@@ -58,7 +64,10 @@ class Engine(ABC):
 
     @abstractmethod
     def pack(self, run: Run, tag: int) -> Any:
-        """Make the requests of a run, once for all its blocks, in the engine's own form."""
+        """Make the requests of a run, once for all its blocks, in the engine's own form.
+
+        Whoever submits keeps them until `submit` has taken the last of them; the kernel copies what it takes.
+        """
 
     @abstractmethod
     def submit(self, packed: Any, start: int, count: int) -> int:
