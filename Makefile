@@ -7,6 +7,7 @@ RANKS ?=#            make train: processes; by default one a GPU, or 2 on CPU
 OUT ?= runs/gpt#     make train: folder for the loss curves
 ARGS ?=#             make train: more options of train.py, such as --seed 1
 TESTS ?=#            make test: what to run, as pytest takes it; by default everything
+SOAK ?= 600#         make test-long: seconds that a soak takes
 
 BIN := .venv/bin
 PACKAGES := $(sort $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml)))
@@ -15,11 +16,11 @@ PIP_INSTALL := pip install --quiet --quiet --disable-pip-version-check --no-inpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test lint types imports bench alone clean
+.PHONY: help train test test-long lint types imports bench alone clean
 
 help: ## list the targets
 	@echo "Targets:"
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo "Settings, as in make train ZERO=1 STEPS=100:"
 	@sed -n 's/^\([A-Z]*\) ?= *\([^#]*\)# */  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -32,6 +33,9 @@ train: .venv/.packages ## install if needed, then train the example: on all GPUs
 test: .venv/.dev ## the whole test suite
 	$(BIN)/python -m pytest $(TESTS)
 
+test-long: .venv/.dev ## the tests that take minutes, which make test leaves out
+	DS_SOAK_SECONDS=$(SOAK) $(BIN)/python -m pytest -m long --timeout 0 $(TESTS)
+
 lint: .venv/.dev ## style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,10 +46,11 @@ types: .venv/.dev ## type check
 imports: .venv/.dev ## who may import whom
 	$(BIN)/lint-imports
 
-bench: .venv/.dev .venv-peers/.deepspeed ## compare with DDP, FSDP2 and DeepSpeed (slow); ARGS go to run.py
+bench: .venv/.dev .venv-peers/.async_io ## compare with DDP, FSDP2, DeepSpeed and fio (slow); ARGS go to run.py
 	$(BIN)/python tests/bench/run.py $(ARGS)
 	$(BIN)/python tests/bench/collectives.py
 	$(BIN)/python tests/bench/start.py
+	$(BIN)/python tests/bench/nvme.py
 
 alone: $(PACKAGES:packages/%=alone-%) ## each package's tests, installed with only what it declares
 
@@ -75,6 +80,14 @@ clean: ## remove what builds, checks and tests leave behind; environments and ru
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/$(PIP_INSTALL) -c constraints.txt torch setuptools wheel numpy psutil
 	.venv-peers/bin/$(PIP_INSTALL) -c constraints.txt --no-build-isolation deepspeed
+	@touch $@
+
+# Compiled by its first import, which nvme.py should not have to wait for. Needs g++ and libaio's headers.
+.venv-peers/.async_io: .venv-peers/.deepspeed
+	@echo "Compiling DeepSpeed's async_io (minutes, once)"
+	@PATH=$(CURDIR)/.venv-peers/bin:$$PATH TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-peers/torch-extensions \
+		.venv-peers/bin/python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()' \
+		> $@.log 2>&1 && rm $@.log || echo "It can't be compiled, and is left out of nvme.py: see $@.log"
 	@touch $@
 
 # --- alone: wheels of our packages, then an environment for each in which pip resolves what it declares

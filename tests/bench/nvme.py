@@ -1,10 +1,10 @@
 """ds-nvme against fio and DeepSpeed's aio_handle: one file, the same blocks and depth, interleaved.
 
     .venv/bin/python tests/bench/nvme.py --folder /mnt/nvme
-    .venv/bin/python tests/bench/nvme.py --block 131072 --rounds 7
+    .venv/bin/python tests/bench/nvme.py --block 131072 --only ours-libaio fio-libaio --rounds 15
 
 Every contender overwrites and then reads the same file in every round, in an order shuffled anew, around the page
-cache. Rates are the medians over rounds; a ratio is the median of the ratios within rounds, with the 10th and 90th
+cache. Rates are medians over the rounds; a ratio is the median of the ratios within rounds, with the 10th and 90th
 percentile beside it. Processor time is the whole process's for ours and DeepSpeed, the job's own for fio.
 """
 
@@ -14,165 +14,162 @@ import argparse
 import json
 import os
 import random
-import shutil
-import statistics
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).parent
-Result = tuple[float, float]  # seconds, processor seconds
+from measure import Spread
+from nvme_contenders import (
+    FIO_ENGINES,
+    HERE,
+    Contender,
+    ContenderError,
+    Cost,
+    Server,
+    Transfer,
+    environment,
+    fio,
+    fio_reason,
+    last_line,
+    peers_reason,
+)
+from nvme_report import print_costs, print_first_bytes, print_verdicts
 
-
-class Server:
-    """A contender that stays alive: ours or DeepSpeed's."""
-
-    def __init__(self, python: str, options: dict[str, Any]) -> None:
-        self._process = subprocess.Popen(
-            [python, str(HERE / "nvme_worker.py"), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._answer()
-
-    def __call__(self, order: str) -> Result:
-        assert self._process.stdin is not None
-        print(order, file=self._process.stdin, flush=True)
-        wall, processor = self._answer()
-        return wall, processor
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            if line.startswith(("[", '"')) and line.rstrip().endswith(("]", '"')):
-                try:
-                    return json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # something that a library prints
-        _, errors = self._process.communicate()
-        raise RuntimeError(errors[-2000:])
-
-    def close(self) -> None:
-        """End it."""
-        self._process.communicate("end\n")
+ROOT = HERE.parent.parent
+FEWEST_ROUNDS = 3
+Costs = dict[str, dict[str, list[Cost]]]
+"""By order and contender."""
 
 
-def fio(engine: str, arguments: argparse.Namespace, path: str) -> Callable[[str], Result]:
-    """A run of fio with one job."""
-
-    def run(order: str) -> Result:
-        command = ["fio", "--name=job", f"--filename={path}", f"--size={arguments.size}", f"--bs={arguments.block}"]
-        command += [
-            f"--ioengine={engine}",
-            f"--iodepth={1 if engine == 'psync' else arguments.depth}",
-            "--direct=1",
-            f"--rw={order}",
-        ]
-        command += ["--overwrite=1", "--scramble_buffers=0", "--output-format=json", "--invalidate=0"]
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True
-        )  # a session of its own: fio touches the terminal, which stops whoever runs it in the background
-        output = done.stdout
-        job = json.loads(output[output.index("{") :])["jobs"][0]  # notes may come first
-        wall = job[order]["runtime"] / 1000
-        return wall, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-
-    return run
-
-
-def contenders(arguments: argparse.Namespace, path: str) -> dict[str, Callable[[str], Result]]:
-    """Those that were asked for and can run here, by name."""
-    import ds_nvme
-    from ds_nvme.engines.choose import refusal
-
-    base = {"block": arguments.block, "depth": arguments.depth, "size": arguments.size, "path": path}
-    makers: dict[str, Callable[[], Callable[[str], Result]]] = {}
-    for engine in ds_nvme.engine_names():
-        if refusal(engine) is None:
-            ours = base | {"kind": "ours", "engine": engine, "threads": 1}
-            makers[f"ours-{engine}"] = partial(Server, sys.executable, ours)
-    if shutil.which("fio"):
-        for engine in ("libaio", "io_uring", "psync"):
-            makers[f"fio-{engine}"] = partial(fio, engine, arguments, path)
-    if os.path.exists(arguments.peers):
-        for threads in (1, 4):
-            theirs = base | {"kind": "deepspeed", "threads": threads}
-            makers[f"deepspeed-{threads}"] = partial(Server, arguments.peers, theirs)
-    found = {}
-    for name, make in makers.items():
-        if not arguments.only or name in arguments.only:
-            try:
-                found[name] = make()
-            except RuntimeError as error:
-                print(f"{name} can't run: {str(error).strip().splitlines()[-1:]}")
-    return found
+def contenders(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Contender]:
+    """Those that were asked for and can run here, by name; for the others a line says why not."""
+    found: dict[str, Contender] = {}
+    for kind, python, reason in (
+        ("ours", sys.executable, None),
+        ("deepspeed", arguments.peers, peers_reason(arguments.peers)),
+    ):
+        if arguments.only and not any(name.startswith(kind) for name in arguments.only):
+            continue
+        try:
+            if reason is not None:
+                raise ContenderError(reason)
+            server = Server(python, kind, arguments.size)
+        except ContenderError as error:
+            print(f"{kind} is left out: {error}")
+            continue
+        stack.callback(server.close)
+        found |= {f"{kind}-{variant}": partial(server.run, variant) for variant in server.variants}
+    if (reason := fio_reason()) is None:
+        found |= {f"fio-{engine}": partial(fio, engine) for engine in FIO_ENGINES}
+    else:
+        print(f"fio is left out: {reason}")
+    return {name: run for name, run in found.items() if not arguments.only or name in arguments.only}
 
 
-def spread(values: list[float]) -> str:
-    """Median and the 10th to 90th percentile."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}"
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return f"{statistics.median(values):.2f} ({tenths[0]:.2f}-{tenths[-1]:.2f})"
-
-
-def report(results: dict[str, list[Result]], order: str, size: int) -> None:
-    """Print one table."""
-    gib = size / (1 << 30)
-    peers = [name for name in results if not name.startswith("ours")]
-    print(f"\n{order:<16}{'MiB/s':>8}{'s CPU/GiB':>12}   rate of ours as a multiple of the peer's, in the same round")
-    for name, values in results.items():
-        rate = statistics.median([gib * 1024 / wall for wall, _ in values])
-        processor = statistics.median([cpu / gib for _, cpu in values])
-        row = f"{name:<16}{rate:>8.0f}{processor:>12.3f}"
-        if name.startswith("ours"):
-            for peer in peers:
-                ratios = [theirs[0] / mine[0] for mine, theirs in zip(values, results[peer])]
-                row += f"  {peer} {spread(ratios)}"
-        print(row)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="/tmp", help="on the drive to measure (default: /tmp)")
-    parser.add_argument("--size", type=int, default=1 << 30, help="bytes of the file (default: 1 GiB)")
-    parser.add_argument("--block", type=int, default=1 << 20, help="bytes of a request (default: 1 MiB)")
-    parser.add_argument("--depth", type=int, default=32, help="requests in flight (default: 32)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="*", help="contenders, such as ours-libaio fio-libaio (default: all)")
-    parser.add_argument("--peers", default=".venv-peers/bin/python", help="Python that has DeepSpeed")
-    parser.add_argument("--json", type=Path, help="write every measurement here")
-    arguments = parser.parse_args()
-    path = os.path.join(arguments.folder, f"ds-nvme-bench-{os.getpid()}")
-    try:
-        with open(path, "wb") as file:
-            for _ in range(0, arguments.size, 1 << 20):
-                file.write(os.urandom(1 << 20))
-            os.fsync(file.fileno())
-        found = contenders(arguments, path)
-        results: dict[str, dict[str, list[Result]]] = {o: {n: [] for n in found} for o in ("write", "read")}
-        for number in range(arguments.rounds + 1):
+def measure(found: dict[str, Contender], arguments: argparse.Namespace, path: str) -> dict[int, Costs]:
+    """Rounds of all contenders, by block size. One that fails in the first round, which warms up, is left out."""
+    costs: dict[int, Costs] = {b: {o: {n: [] for n in found} for o in ("write", "read")} for b in arguments.block}
+    deadline = time.monotonic() + arguments.budget
+    for number in range(arguments.rounds + 1):
+        began = time.monotonic()
+        for block in arguments.block:
             for name in random.sample(list(found), len(found)):
-                for order in ("write", "read"):
-                    result = found[name](order)
-                    if number:  # the first round warms up
-                        results[order][name].append(result)
-        for order, values in results.items():
-            report(values, order, arguments.size)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(results))
-        for run in found.values():
-            if isinstance(run, Server):
-                run.close()
-    finally:
-        if os.path.exists(path):
-            os.unlink(path)
+                for order, values in costs[block].items():
+                    try:
+                        cost = found[name](Transfer(order, block, arguments.depth, arguments.size, path))
+                    except ContenderError as error:
+                        if number:
+                            raise
+                        print(f"{name} is left out: {error}")
+                        del found[name]
+                        for each in costs.values():
+                            each["write"].pop(name), each["read"].pop(name)
+                        break
+                    if number:
+                        values[name].append(cost)
+        if number >= FEWEST_ROUNDS and time.monotonic() + (time.monotonic() - began) > deadline:
+            break
+    return costs
+
+
+def first_bytes(arguments: argparse.Namespace, path: str) -> dict[str, Spread]:
+    """Seconds from import to the first bytes moved, in fresh processes, interleaved; the first of each warms up."""
+    seconds: dict[str, list[float]] = {"ours": []}
+    if peers_reason(arguments.peers) is None:
+        seconds["deepspeed"] = []
+    for _ in range(arguments.repeats + 1):
+        for kind in list(seconds):
+            python = sys.executable if kind == "ours" else arguments.peers
+            command = [python, str(HERE / "nvme_first_byte.py"), kind, path]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment(python))
+            if done.returncode:
+                print(f"{kind} moves no first byte: {last_line(done.stderr)}")
+                del seconds[kind]
+            else:
+                seconds[kind].append(float(last_line(done.stdout)))
+    return {kind: Spread.of(values[1:]) for kind, values in seconds.items()}
+
+
+def fill(path: str, nbytes: int) -> None:
+    """Make the file, with bytes that nothing on the way can compress."""
+    piece = os.urandom(1 << 20)
+    with open(path, "wb") as file:
+        for start in range(0, nbytes, len(piece)):
+            file.write(piece[: nbytes - start])
+        os.fsync(file.fileno())
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ROOT / "build" / "nvme-bench"
+    parser.add_argument("--folder", type=Path, default=default, help="on the drive to measure (build/nvme-bench)")
+    parser.add_argument("--size", type=int, default=1 << 30, help="bytes of the file (1 GiB)")
+    parser.add_argument("--block", type=int, nargs="+", default=[1 << 20, 128 << 10], help="bytes of a request")
+    parser.add_argument("--depth", type=int, default=32, help="requests in flight (32)")
+    parser.add_argument("--rounds", type=int, default=7, help="at most (7)")
+    parser.add_argument("--budget", type=float, default=180, help=f"seconds, then no round after {FEWEST_ROUNDS} (180)")
+    parser.add_argument("--repeats", type=int, default=5, help="fresh processes for the time to the first byte (5)")
+    parser.add_argument("--only", nargs="*", help="contenders, such as ours-libaio fio-libaio (all)")
+    parser.add_argument("--peers", default=str(ROOT / ".venv-peers/bin/python"), help="Python that has DeepSpeed")
+    parser.add_argument("--json", type=Path, help="write every measurement here")
+    arguments = parser.parse_args(words)
+    if arguments.rounds < 1 or arguments.repeats < 1:
+        parser.error("--rounds and --repeats are 1 or more")
+    return arguments
+
+
+def main() -> int:
+    """Measures and prints; 1 where nothing of ours could run."""
+    arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what stands below is undone
+    with ExitStack() as stack:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        path = str(arguments.folder / f"ds-nvme-bench-{os.getpid()}")
+        stack.callback(Path(path).unlink, missing_ok=True)
+        fill(path, arguments.size)
+        found = contenders(arguments, stack)
+        costs = measure(found, arguments, path)
+        first = first_bytes(arguments, path)
+    for block, each in costs.items():
+        for order, values in each.items():
+            print_costs(values, f"{order}, {block >> 10} KiB", arguments.size)
+    print_verdicts(costs)
+    print_first_bytes(first)
+    if arguments.json:
+        rows = {b: {o: {n: [[c.wall, c.processor] for c in v] for n, v in w.items()} for o, w in e.items()}
+                for b, e in costs.items()}  # fmt: skip
+        arguments.json.write_text(json.dumps(rows))
+    return 0 if any(name.startswith("ours") for name in found) else 1
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
