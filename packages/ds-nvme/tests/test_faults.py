@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 
 import ds_nvme
 from ds_nvme import aio_handle
+from ds_nvme.alignment import reopen
 from ds_nvme.engines import choose
 from ds_nvme.engines.base import Run
 from ds_nvme.engines.threads import ThreadsEngine
+from ds_nvme.memory import Memory
+from ds_nvme.native import libc
 
 Pattern = Callable[..., bytearray]
 
@@ -28,6 +32,7 @@ class FaultyEngine(ThreadsEngine):
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
         self._random = random.Random(7)
+        self._begun: dict[int, tuple[Run, int]] = {}  # by tag: the run and the number in it
 
     def submit(self, packed: tuple[Run, int], start: int, count: int) -> int:
         chance = self._random.random()
@@ -35,7 +40,10 @@ class FaultyEngine(ThreadsEngine):
             return 0
         if chance < 0.3:
             return -self._random.choice(self.faults)
-        return super().submit(packed, start, self._random.randint(1, count))
+        count = self._random.randint(1, count)
+        run, tag = packed
+        self._begun |= {tag + index: (run, index) for index in range(start, start + count)}
+        return super().submit(packed, start, count)
 
     def reap(self, minimum: int) -> tuple[list[int], list[int]]:
         if self._random.random() < 0.2:
@@ -47,7 +55,21 @@ class FaultyEngine(ThreadsEngine):
                 results[index] = self._random.randrange(result)
             elif chance < 0.5:
                 results[index] = -self._random.choice(self.faults)
+            if results[index] != result:
+                self._undo(*self._begun[tags[index]], max(results[index], 0))
         return tags, results
+
+    @staticmethod
+    def _undo(run: Run, index: int, kept: int) -> None:
+        """Spoil what lies beyond the bytes that are said to have been moved."""
+        position, nbytes = index * run.block_nbytes + kept, run.length(index) - kept
+        if not run.write:
+            spoiled = Memory(nbytes)
+            libc.move(run.address + position, spoiled.address, nbytes)
+            return
+        fd = reopen(run.fd, os.O_WRONLY, "")
+        os.pwrite(fd, bytes(nbytes), run.file_offset + position)
+        os.close(fd)
 
 
 class BrokenEngine(ThreadsEngine):
@@ -77,11 +99,12 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_short_and_refused_blocks_are_finished(folder: Path, pattern: Pattern, shift: int, parallel: int) -> None:
     with aio_handle(4096, 5, intra_op_parallelism=parallel, engine="faulty") as handle:
-        for nbytes in (1, 4096, 300_001, 1 << 20):
-            data = ds_nvme.memory.Memory(nbytes + shift).buffer[shift : shift + nbytes]
+        for nbytes in (1, 4096, 300_001, 3 << 20):  # the last has more blocks than are packed at once
+            data = Memory(nbytes + shift).buffer[shift : shift + nbytes]
             data[:] = pattern(nbytes)
-            back = bytearray(nbytes)
+            back = Memory(nbytes + shift).buffer[shift : shift + nbytes]
             handle.sync_pwrite(data, folder / "file", 4096)
+            assert (folder / "file").read_bytes()[4096:] == data
             handle.sync_pread(back, folder / "file", 4096)
             assert back == data
         assert handle.describe().mended_blocks > 0

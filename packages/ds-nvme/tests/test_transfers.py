@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from ds_nvme import AioHandle, aio_handle, engine_names
-from ds_nvme.engines.choose import refusal
+from ds_nvme import AioHandle, aio_handle
 from ds_nvme.memory import Memory
 
 BLOCK = 16384
@@ -73,6 +69,18 @@ def test_aligned_and_unaligned_memory(engine: str, folder: Path, pattern: Patter
     assert bytes(target[shift + nbytes :]) == bytes(512 - shift)
 
 
+@pytest.mark.parametrize("shift", [0, 8])
+def test_more_blocks_than_are_packed_at_once(engine: str, folder: Path, pattern: Pattern, shift: int) -> None:
+    nbytes = 512 * 1300 + 77
+    data, back = (Memory(nbytes + shift).buffer[shift:][:nbytes] for _ in range(2))
+    data[:] = pattern(nbytes)
+    with aio_handle(512, 16, engine=engine) as handle:
+        handle.sync_pwrite(data, folder / "file")
+        assert (folder / "file").read_bytes() == data
+        handle.sync_pread(back, folder / "file")
+    assert back == data
+
+
 def test_many_operations_in_flight(engine: str, folder: Path, pattern: Pattern) -> None:
     data = [pattern(3000 + 977 * number, seed=number) for number in range(60)]
     with aio_handle(4096, 8, intra_op_parallelism=2, engine=engine) as handle:
@@ -117,48 +125,3 @@ def test_operations_are_futures(engine: str, tmp_path: Path, pattern: Pattern) -
         assert called == [operation, operation]
         assert handle.wait() == 0, "operations that someone holds are theirs to wait for"
     assert back == data
-
-
-OFFSETS = st.one_of(st.sampled_from([0, 1, 511, 512, 4096, 8192]), st.integers(0, 50_000))
-COUNTS = st.one_of(st.sampled_from(SIZES), st.integers(0, 100_000))
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    engine=st.sampled_from([name for name in engine_names() if refusal(name) is None]),
-    block=st.sampled_from([512, 4096, BLOCK, 65536]),
-    depth=st.integers(1, 20),
-    single=st.booleans(),
-    overlap=st.booleans(),
-    parallel=st.integers(1, 3),
-    steps=st.lists(st.tuples(st.booleans(), OFFSETS, COUNTS, st.integers(0, 600)), max_size=8),
-)
-def test_like_a_plain_file(
-    tmp_path: Path,
-    pattern: Pattern,
-    engine: str,
-    block: int,
-    depth: int,
-    single: bool,
-    overlap: bool,
-    parallel: int,
-    steps: list[tuple[bool, int, int, int]],
-) -> None:
-    """Any sequence of reads and writes does what it does to a bytearray."""
-    path = tmp_path / "file"
-    path.unlink(missing_ok=True)
-    model = bytearray()
-    with aio_handle(block, depth, single, overlap, parallel, engine=engine) as handle:
-        for number, (write, offset, nbytes, shift) in enumerate(steps):
-            if write or offset + nbytes > len(model) or not path.exists():
-                data = Memory(nbytes + shift).buffer[shift : shift + nbytes]
-                data[:] = pattern(nbytes, seed=number)
-                handle.sync_pwrite(data, path, offset)
-                if nbytes:
-                    model.extend(bytes(max(offset + nbytes - len(model), 0)))
-                    model[offset : offset + nbytes] = data
-            else:
-                back = Memory(nbytes + shift).buffer[shift : shift + nbytes]
-                handle.sync_pread(back, path, offset)
-                assert back == model[offset : offset + nbytes]
-        assert (path.read_bytes() if os.path.exists(path) else b"") == model
