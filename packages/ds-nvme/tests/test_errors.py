@@ -185,11 +185,11 @@ def test_nothing_leaks(engine: str, tmp_path: Path, pattern: Pattern) -> None:
 
 
 _ENDLESS = """
-import sys, ds_nvme
-handle = ds_nvme.aio_handle(4096, 64, engine=sys.argv[2])
-data = bytearray(64 << 20)
-while True:
-    operation = handle.start_write(data, sys.argv[1])
+import itertools, sys, ds_nvme
+handle = ds_nvme.aio_handle(4096, 8192, engine=sys.argv[2])
+data = b"7" * (16 << 20)
+for number in itertools.count():
+    operation = handle.start_write(data, f"{sys.argv[1]}/{number}")
     print("writing", flush=True)
     operation.result()
 """
@@ -199,21 +199,34 @@ def contexts() -> int:
     return int(Path("/proc/sys/fs/aio-nr").read_text())
 
 
-def test_a_killed_process_leaves_a_file_that_is_too_short_and_no_context(engine: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _ENDLESS, str(tmp_path / "file"), engine]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    with aio_handle(engine=engine) as handle, pytest.raises(ds_nvme.TruncatedFileError):
-        handle.sync_pread(Memory(64 << 20).buffer, tmp_path / "file")
-    # Other processes may hold contexts of their own: the number is only watched to fall back.
-    if engine == "libaio":
-        limit = time.monotonic() + 10
-        while contexts() > 65_000 and time.monotonic() < limit:
-            time.sleep(0.1)
-        assert contexts() < 65_000
+def test_a_killed_process_leaves_no_context_and_no_part_that_passes_for_whole(engine: str, tmp_path: Path) -> None:
+    before = contexts() if engine == "libaio" else 0
+    for delay in (0.0, 0.004, 0.02):
+        folder = tmp_path / f"{delay}"
+        folder.mkdir()
+        process = subprocess.Popen([sys.executable, "-c", _ENDLESS, folder, engine], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        if engine == "libaio":
+            # Other processes may hold contexts of their own: this one's is larger than all of theirs.
+            assert contexts() >= before + 8000
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        for path in folder.iterdir():
+            with aio_handle(engine=engine) as handle:
+                back = Memory(16 << 20).buffer
+                try:
+                    handle.sync_pread(back, path)
+                except ds_nvme.TruncatedFileError:
+                    assert path.stat().st_size < len(back)
+                else:
+                    assert back == b"7" * len(back), f"{path} has its full size"
+        if engine == "libaio":
+            limit = time.monotonic() + 30
+            while contexts() > before + 4000 and time.monotonic() < limit:
+                time.sleep(0.01)
+            assert contexts() <= before + 4000
 
 
 def test_an_interpreter_that_ends_finishes_its_transfers(engine: str, tmp_path: Path) -> None:
