@@ -57,7 +57,11 @@ class Server:
             start_new_session=True,
             env=environment(python),
         )
-        self.variants: list[str] = self._answer()
+        try:
+            self.variants: list[str] = self._answer()
+        except BaseException:  # interrupted while it starts, which takes DeepSpeed seconds
+            self.close()
+            raise
 
     def run(self, variant: str, transfer: Transfer) -> Cost:
         """Let a variant carry out a transfer."""
@@ -70,7 +74,11 @@ class Server:
     def close(self) -> None:
         """End it, whatever it does."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
