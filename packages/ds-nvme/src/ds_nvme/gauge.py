@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from ds_nvme.drives import nameless
 from ds_nvme.errors import FileError, StoppedError, file_error
@@ -140,12 +141,18 @@ def _target(
             raise FileError(errno.EEXIST, path, None, "a measured write would overwrite it; name a new file") from error
         except OSError as error:
             raise file_error(error.errno or errno.EIO, path) from error
+        stack.push(partial(_remove_failed, path))
         return path, io_size or _SIZE
     opened = OpenFile(path, write=False)
     opened.close()
     if not opened.size:
         raise FileError(errno.ENODATA, path, None, "it is empty; name one that holds something")
     return path, io_size or opened.size
+
+
+def _remove_failed(path: str, kind: object, *_: object) -> None:
+    if kind is not None:
+        os.unlink(path)
 
 
 def _forget(path: str, flush: bool) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ds_nvme.files import Path
@@ -64,6 +65,7 @@ def draw(tuned: Tuned, path: Path, title: str = "") -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: it would keep state and look for a screen
+    from PIL import Image
 
     trials = tuned.trials
     engines = sorted({t.candidate.engine for t in trials})
@@ -79,9 +81,7 @@ def draw(tuned: Tuned, path: Path, title: str = "") -> None:
     image: Any = None
     for row, engine in enumerate(engines):
         for column, count in enumerate(threads):
-            here = [
-                t for t in trials if (t.candidate.engine, t.candidate.intra_op_parallelism) == (engine, count)
-            ]  # fmt: skip
+            here = [t for t in trials if (t.candidate.engine, t.candidate.intra_op_parallelism) == (engine, count)]
             image = _panel(axes[row][column], here, blocks, depths, top, tuned.best)
             axes[row][column].set_title(f"{engine}, {count} thread{'s' if count > 1 else ''}", fontsize=8)
     figure.supxlabel("queue depth", fontsize=9)
@@ -91,7 +91,10 @@ def draw(tuned: Tuned, path: Path, title: str = "") -> None:
     bar.ax.tick_params(labelsize=7)
     if title:
         figure.suptitle(title, fontsize=9)
-    figure.savefig(str(path), format="png")
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    # A palette instead of true colour: a third of the size, so that it can go into a README.
+    Image.open(drawn).convert("RGB").quantize(256, kmeans=3).save(path, format="png", optimize=True)
 
 
 def _panel(
