@@ -169,6 +169,18 @@ def test_stopped_before_anything_there_is_no_answer(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_no_measurement_takes_long_however_much_time_there_is() -> None:
+    drive = SimulatedDrive(0)
+    asked: list[float] = []
+
+    def measure(candidate: Candidate, write: bool, seconds: float) -> float:
+        asked.append(seconds)
+        return drive.measure(candidate, write, seconds)
+
+    found = Search(measure, SMALL.candidates(), budget=3600.0, clock=lambda: drive.now).run()
+    assert max(asked) == 3.0 and found.seconds < 70 and found.complete
+
+
 def test_what_is_no_search_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got neither"):
         tune(tmp_path, read=False, write=False)

@@ -25,6 +25,7 @@ __all__ = ["Measure", "Progress", "Search", "Space", "Trial", "Tuned", "tune"]
 
 _FINALISTS = 4
 _FIRST_SHARE, _FINAL_SHARE = 0.35, 0.3  # of the time
+_LONGEST_S = 3.0  # a longer measurement says no more: drives change their pace faster
 
 Measure = Callable[[Candidate, bool, float], float]
 """Candidate, whether to write, seconds to spend: bytes a second."""
@@ -40,7 +41,7 @@ class Search:
         measure: how fast a candidate is.
         candidates: what to try; one or more.
         loops: measurements of each finalist. Default: 5.
-        budget: seconds to take. Default: 60.
+        budget: seconds to take at most, about. Default: 60.
         read: measure reading.
         write: measure writing.
         progress: called after each measurement.
@@ -137,7 +138,7 @@ class Search:
         taken: list[tuple[bool, Measured]] = []
         for direction in self._directions:
             begin = self._clock()
-            asked = max(seconds, 0.0) / len(self._directions) / self._overrun
+            asked = min(max(seconds, 0.0) / len(self._directions) / self._overrun, _LONGEST_S)
             rate = self._measure(trial.candidate, direction, asked)
             if self._stop is not None and self._stop():
                 raise StoppedError("a search goes on to its end: it was stopped")  # and what was cut short is no rate
@@ -193,7 +194,7 @@ def tune(
         space: what to try. Default: `Space()`.
         io_size: bytes of the file on each drive. Default: 400 MiB.
         loops: measurements of each finalist. Default: 5.
-        budget: seconds to take. Default: 60.
+        budget: seconds to take at most, about. Default: 60.
         read: measure reading.
         write: measure writing.
         place: where the moved memory is. Default: host memory.

@@ -83,6 +83,8 @@ def io(
     GPU returns 2, a drive that fails 1.
     """
     # Imported here: `ds --help` must not pay for them.
+    import errno
+
     from ds_cli.interrupts import Interrupts
     from ds_nvme.engines.choose import candidates
     from ds_nvme.errors import AccessError, EngineError, FileError, MissingFileError, NvmeError, StoppedError
@@ -133,7 +135,7 @@ def io(
         except (ValueError, MissingFileError, AccessError, EngineError) as error:
             raise fail(error, 2) from None
         except FileError as error:
-            raise fail(error, 2 if isinstance(error, FileExistsError) else 1) from None
+            raise fail(error, 2 if error.errno in (errno.EEXIST, errno.ENODATA, errno.EINVAL) else 1) from None
         except (NvmeError, OSError) as error:
             raise fail(error, 1) from None
     if interrupts():
