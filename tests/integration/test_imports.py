@@ -14,7 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-COMMANDS = [["ds"], ["ds", "launch"], ["deepspeed"]]
+COMMANDS = [
+    ["ds"],
+    ["ds", "launch"],
+    ["ds", "nvme-tune"],
+    ["ds", "io"],
+    ["deepspeed"],
+    ["ds_nvme_tune"],
+    ["ds_io"],
+]
 
 PROBE = """
 import json, logging, os, signal, sys, threading, warnings

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ds_cli import __version__
-from ds_cli.commands import launch
+from ds_cli.commands import io, launch, nvme_tune
 
 # No rich markup: plain help starts in half the time, and is plain in a pipe whatever FORCE_COLOR says.
 app = typer.Typer(
@@ -37,3 +37,5 @@ def ds(
 
 
 launch.register(app)
+nvme_tune.register(app)
+io.register(app)

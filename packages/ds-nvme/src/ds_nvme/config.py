@@ -22,7 +22,12 @@ class AioConfig(BaseModel):
     """Bytes of one request to the drive. Default: 1 MiB."""
     queue_depth: int = Field(8, ge=1)
     """Most requests in flight, each thread. Default: 8."""
-    intra_op_parallelism: int = Field(1, ge=1, validation_alias=AliasChoices("thread_count", "intra_op_parallelism"))
+    intra_op_parallelism: int = Field(
+        1,
+        ge=1,
+        validation_alias=AliasChoices("thread_count", "intra_op_parallelism"),
+        serialization_alias="thread_count",
+    )
     """Threads that share each operation; `thread_count` is the documented name. Default: 1."""
     single_submit: bool = False
     """Hand requests to the kernel one by one. Default: false."""

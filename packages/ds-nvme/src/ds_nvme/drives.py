@@ -5,51 +5,83 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from typing import Any
 
-from ds_nvme.files import Path
-from ds_nvme.handle import AioHandle
-from ds_nvme.memory import Memory
+from ds_nvme.errors import StoppedError, file_error
+from ds_nvme.files import OpenFile, Path
 from ds_nvme.operation import Operation
 from ds_nvme.options import Candidate
+from ds_nvme.page_cache import drop_everything, drop_pages
+from ds_nvme.places import HOST, Place
 
 _PIECE = 16 << 20
 
 
 class Drives:
-    """A file on each drive, already written once, and memory to move. A context manager.
+    """A file on each drive, written once, and memory to move. A context manager.
 
     The files have no names: nothing is left behind, not even by a killed process.
 
     Args:
         folders: one, or one on each drive.
         io_size: bytes of a file.
+        place: where the memory is. Default: host memory.
+        flush: before each measured read drop the files' pages, and the whole page cache where this process may. Without
+            it only pages of files that can't be read around the page cache are dropped.
+        stop: asked between pieces whether to end early.
+
+    Raises:
+        ValueError: nothing to write, or nowhere.
     """
 
-    def __init__(self, folders: Path | Sequence[Path], io_size: int) -> None:
+    def __init__(
+        self,
+        folders: Path | Sequence[Path],
+        io_size: int,
+        *,
+        place: Place = HOST,
+        flush: bool = False,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         if io_size < 1:
             raise ValueError(f"a file to measure with has 1 byte or more: got {io_size}")
-        listed = [folders] if isinstance(folders, str) or not isinstance(folders, Sequence) else list(folders)
-        self._stack = ExitStack()
+        self._folders = [folders] if isinstance(folders, str) or not isinstance(folders, Sequence) else list(folders)
+        if not self._folders:
+            raise ValueError("drives are measured by a folder on each: got none")
         self._io_size = io_size
-        self._files = [self._stack.enter_context(tempfile.TemporaryFile(dir=folder)) for folder in listed]  # noqa: SIM115
-        self._buffers = [Memory(io_size) for _ in self._files]
+        self._place, self._flush = place, flush
+        self._stop = stop or (lambda: False)
+        self._stack = ExitStack()
 
     def __enter__(self) -> Drives:
-        begin = time.perf_counter()
-        with AioHandle() as handle:
-            for path, buffer in self._targets():
-                handle.sync_pwrite(buffer, path)
-        self._best_rate = self._io_size * len(self._files) / (time.perf_counter() - begin)
+        """Write the files.
+
+        Raises:
+            FileError: a folder can't be written to, or is full.
+            StoppedError: `stop` said so.
+        """
+        with ExitStack() as stack:
+            self._files = [stack.enter_context(nameless(folder)) for folder in self._folders]
+            self._buffers = [self._place.allocate(self._io_size, stack) for _ in self._files]
+            begin = time.perf_counter()
+            with self._place.open(Candidate("auto", 1 << 20, 32)) as handle:
+                for path, buffer in self._targets():
+                    for start in range(0, self._io_size, _PIECE):
+                        if self._stop():
+                            raise StoppedError("drives are written to before they are measured: stopped meanwhile")
+                        handle.sync_pwrite(buffer[start : start + _PIECE], path, start)
+            self._best_rate = self._io_size * len(self._files) / (time.perf_counter() - begin)
+            self._paged = [file.fileno() for file in self._files if self._flush or not _is_direct(file.fileno())]
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def measure(self, candidate: Candidate, write: bool, seconds: float) -> float:
-        """Keep the queues full for a while.
+        """Keep the queues full for a while, or until `stop` says so.
 
         Args:
             candidate: options of the handles, one for each drive.
@@ -59,9 +91,13 @@ class Drives:
         Returns:
             Bytes a second over all drives.
         """
+        if not write:
+            drop_pages(self._paged)
+            if self._flush:
+                drop_everything()  # whoever asked for it was told beforehand where it can't be
         with ExitStack() as stack:
             streams = [
-                _Stream(stack.enter_context(AioHandle(**asdict(candidate))), candidate, write, path, buffer)
+                _Stream(stack.enter_context(self._place.open(candidate)), candidate, write, path, buffer)
                 for path, buffer in self._targets()
             ]
             for stream in streams:
@@ -71,7 +107,7 @@ class Drives:
             while True:
                 for stream in streams:
                     stream.step()
-                if time.perf_counter() - begin >= seconds:
+                if time.perf_counter() - begin >= seconds or self._stop():
                     break
             # What is in flight counts too, with the time until its end.
             moved = sum(stream.finish() for stream in streams)
@@ -79,15 +115,35 @@ class Drives:
             self._best_rate = max(self._best_rate, rate)
             return rate
 
-    def _targets(self) -> Iterator[tuple[str, memoryview]]:
-        for file, memory in zip(self._files, self._buffers):
-            yield f"/proc/self/fd/{file.fileno()}", memory.buffer[: self._io_size]
+    def _targets(self) -> Iterator[tuple[str, Any]]:
+        for file, buffer in zip(self._files, self._buffers):
+            yield f"/proc/self/fd/{file.fileno()}", buffer
+
+
+def nameless(folder: Path) -> Any:
+    """A file without a name.
+
+    Raises:
+        FileError: the folder is missing or not writable.
+    """
+    try:
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as error:
+        raise file_error(error.errno or 0, str(folder)) from error
+
+
+def _is_direct(fd: int) -> bool:
+    file = OpenFile(f"/proc/self/fd/{fd}", write=False)
+    try:
+        return file.direct >= 0
+    finally:
+        file.close()
 
 
 class _Stream:
     """Transfers of pieces of one file, round and round, with enough in flight that the queue never runs dry."""
 
-    def __init__(self, handle: AioHandle, candidate: Candidate, write: bool, path: str, buffer: memoryview) -> None:
+    def __init__(self, handle: Any, candidate: Candidate, write: bool, path: str, buffer: Any) -> None:
         self._start = handle.start_write if write else handle.start_read
         self._path, self._buffer = path, buffer
         self._starts = list(range(0, len(buffer), _PIECE))

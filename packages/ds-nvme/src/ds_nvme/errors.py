@@ -41,6 +41,10 @@ class BudgetError(NvmeError, MemoryError):
     """Memory beyond a pool's budget, or beyond what the system lets a process lock."""
 
 
+class StoppedError(NvmeError):
+    """A measurement was told to stop before it had a result."""
+
+
 class FileError(NvmeError, OSError):
     """The kernel refused or failed I/O on a file.
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ds_cli.parsers import number, whole_number
+
 
 def register(app: typer.Typer, name: str = "launch") -> None:
     """Adds the launcher to `app` as the command `name`."""
@@ -23,21 +25,6 @@ def register(app: typer.Typer, name: str = "launch") -> None:
     )(launch)
 
 
-def _whole_number(text: str) -> int:
-    # Not typer's own conversion: its message does not say what was given.
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"it must be a whole number; it is {text!r}.") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"it must be a number; it is {text!r}.") from None
-
-
 def launch(
     ctx: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="What to run: see --module and --no_python.")],
@@ -50,13 +37,13 @@ def launch(
             "--num_gpus",
             "--num_accelerators",
             metavar="N",
-            parser=_whole_number,
+            parser=whole_number,
             help="Number of ranks. Default: one for each visible GPU; 1 on a machine without GPUs.",
         ),
     ] = None,
     num_nodes: Annotated[
         int,
-        typer.Option("--num_nodes", metavar="N", parser=_whole_number, help="Number of machines. Only 1 so far."),
+        typer.Option("--num_nodes", metavar="N", parser=whole_number, help="Number of machines. Only 1 so far."),
     ] = 1,
     include: Annotated[
         str, typer.Option("--include", metavar="HOST:SLOTS", help="Use only these GPUs, as in localhost:0,1.")
@@ -72,7 +59,7 @@ def launch(
         int | None,
         typer.Option(
             "--master_port",
-            parser=_whole_number,
+            parser=whole_number,
             metavar="PORT",
             help="Port of rank 0. Default: 29500, or a free one if that is taken.",
         ),
@@ -106,7 +93,7 @@ def launch(
         typer.Option(
             "--grace_s",
             metavar="S",
-            parser=_number,
+            parser=number,
             help="Seconds between asking ranks to stop and killing them.",
         ),
     ] = 5.0,
