@@ -8,14 +8,14 @@ from ds_nvme.engines.base import Run
 from ds_nvme.errors import NvmeError, TruncatedFileError, file_error
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
-from ds_nvme.operation import Operation
 from ds_nvme.share import divide, final
+from ds_nvme.task import Task
 
 _MENDABLE = frozenset({errno.EAGAIN, errno.EINTR, errno.EINVAL, errno.EOPNOTSUPP, errno.ECANCELED})
 """Errors of a block after which a plain pread or pwrite through the page cache may still do."""
 
 
-def mend(operation: Operation, run: Run, index: int, address: int, result: int) -> bool | None:
+def mend(operation: Task, run: Run, index: int, address: int, result: int) -> bool | None:
     """Finish a block that was not moved whole, through the page cache.
 
     Args:
@@ -55,7 +55,7 @@ def mend(operation: Operation, run: Run, index: int, address: int, result: int) 
     return True
 
 
-def copy_out(operation: Operation, run: Run, index: int, bounce: int) -> None:
+def copy_out(operation: Task, run: Run, index: int, bounce: int) -> None:
     """Copy what was asked for of a block that was read into a bounce buffer at address `bounce`."""
     begin = run.address + index * run.block_nbytes
     start = max(begin, operation.address)
@@ -63,7 +63,7 @@ def copy_out(operation: Operation, run: Run, index: int, bounce: int) -> None:
     libc.move(start, bounce + start - begin, stop - start)
 
 
-def carry_out(operation: Operation) -> None:
+def carry_out(operation: Task) -> None:
     """Carry out an operation of one block in the caller's thread: a queue can't make it faster, a thread slower."""
     operation.begin(1)
     shares = divide(operation, 1)
