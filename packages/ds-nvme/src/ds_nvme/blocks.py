@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from ds_nvme.engines.base import Run
 from ds_nvme.errors import NvmeError, TruncatedFileError, file_error
@@ -46,7 +47,8 @@ def mend(operation: Task, run: Run, index: int, address: int, result: int) -> bo
     while done < wanted:
         moved = move(fd, address + done, wanted - done, offset + done)
         if moved == 0 and not run.write:
-            operation.fail(TruncatedFileError(operation.path, plan.file_offset, plan.nbytes, offset + done))
+            end = min(offset + done, os.fstat(fd).st_size or offset + done)  # a block device has no st_size
+            operation.fail(TruncatedFileError(operation.path, plan.file_offset, plan.nbytes, end))
             return False
         if moved <= 0:
             operation.fail(file_error(-moved or errno.EIO, operation.path, offset + done))
