@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -86,8 +87,11 @@ class FakeDevice(Device):
         self.refusal: str | None = None
         self.users: set[int] = set()
 
-    def make_current(self) -> None:
+    @contextmanager
+    def using(self) -> Iterator[None]:
         self.users.add(threading.get_ident())
+        yield
+        self.users.remove(threading.get_ident())
 
     def lock_pages(self, memory: Memory) -> str | None:
         if self.refusal is None:

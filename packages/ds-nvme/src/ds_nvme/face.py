@@ -45,6 +45,9 @@ class Handle(Documented):
         # Also at the interpreter's exit and when the handle is forgotten: what is in flight is finished.
         self._finalizer = weakref.finalize(self, _close, self._process, (*ends, self._locked.close))
 
+    def _accept(self, view: View) -> None:
+        """Refuse a buffer that this sort of handle can't move, before any file is touched."""
+
     @abstractmethod
     def _plan(self, view: View, file: OpenFile, file_offset: int, write: bool) -> TransferPlan:
         """How a transfer goes."""
@@ -110,6 +113,7 @@ class Handle(Documented):
         """What `start_read` or `start_write` would do, without doing it. The file must exist."""
         view = View(buffer, writable=not write)
         try:
+            self._accept(view)
             # For reading even where it would be written, so that nothing is created.
             file = OpenFile(filename, write=False)
             try:
@@ -146,6 +150,7 @@ class Handle(Documented):
         with ExitStack() as undo:
             view = View(buffer, writable=not write)
             undo.callback(view.release)
+            self._accept(view)
             file = OpenFile(filename, write=write)
             undo.callback(file.close)
             if not write:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 
 from ds_nvme.crew import Crew
@@ -58,11 +59,16 @@ class Lane:
     # --- the thread
 
     def _main(self) -> None:
-        broken: Exception | None = None
-        try:
-            self._device.make_current()
-        except Exception as error:
-            broken = error
+        broken: NvmeError | None = None
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._device.using())
+            except Exception as error:
+                broken = _typed(error)
+            self._work(broken)
+
+    def _work(self, broken: NvmeError | None) -> None:
+        """Carry out what comes until the end; where the device can't be used, let it fail."""
         closing = False
         while not closing or self._in_flight or self._waiting:
             try:
@@ -76,7 +82,7 @@ class Lane:
                     self._filed(message)
                 else:
                     if broken is not None:
-                        message.operation.fail(_typed(broken))
+                        message.operation.fail(broken)
                     self._waiting.append(message)
             self._begin()
         self.slots.close()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from ds_nvme.errors import VerifyError
+from ds_nvme.errors import NvmeError, VerifyError
 from ds_nvme.files import OpenFile
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
@@ -109,7 +109,10 @@ class Operation(Task):
     def end(self) -> None:
         """Everything has arrived, or failed: let go of file and memory, and wake who waits."""
         if self._validate and not self.failed:
-            self._verify()
+            try:
+                self._verify()
+            except NvmeError as error:
+                self.fail(error)
         self.file.close()
         self.view.release()
         IN_FLIGHT.leave(self._region)
@@ -123,11 +126,7 @@ class Operation(Task):
                 sys.excepthook(*sys.exc_info())
 
     def _verify(self) -> None:
-        try:
-            file = OpenFile(self.path, write=False)
-        except OSError as error:
-            self.fail(error)
-            return
+        file = OpenFile(self.path, write=False)
         scratch = Memory(_VERIFIED_AT_ONCE)
         position = 0
         while position < self.plan.nbytes:

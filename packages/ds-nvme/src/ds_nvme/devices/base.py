@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ds_nvme.memory import Memory
@@ -24,8 +25,8 @@ class Device(ABC):
     """Its sort, such as cuda."""
 
     @abstractmethod
-    def make_current(self) -> None:
-        """Let the calling thread use it."""
+    def using(self) -> AbstractContextManager[object]:
+        """Let the calling thread use it, for a while."""
 
     @abstractmethod
     def lock_pages(self, memory: Memory) -> str | None:

@@ -10,6 +10,7 @@ Note [streams]
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from ds_nvme.devices.base import Copy, Device, DeviceBuffer
 from ds_nvme.errors import DeviceError, InvalidBufferError
 from ds_nvme.memory import Memory
 
-_NEEDED = ("Event", "Stream", "current_stream", "device", "set_device", "stream")
+_NEEDED = ("Event", "Stream", "current_stream", "device", "stream")
 
 
 class TorchCopy:
@@ -60,8 +61,9 @@ class TorchDevice(Device):
             )
         self._streams = {write: self.module.Stream(device) for write in (False, True)}  # type: ignore[union-attr]
 
-    def make_current(self) -> None:
-        self.module.set_device(self.device)  # type: ignore[union-attr]
+    def using(self) -> AbstractContextManager[object]:
+        used: AbstractContextManager[object] = self.module.device(self.device)  # type: ignore[union-attr]
+        return used
 
     def lock_pages(self, memory: Memory) -> str | None:
         if not hasattr(self.module, "cudart"):
