@@ -101,8 +101,8 @@ class Lane:
                 return
             try:
                 slot = self.slots.take()
-            except NvmeError as error:
-                staged.operation.fail(error)
+            except Exception as error:
+                staged.operation.fail(_typed(error))
                 continue
             if slot is None:
                 return

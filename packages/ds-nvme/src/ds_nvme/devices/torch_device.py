@@ -52,42 +52,48 @@ class TorchDevice(Device):
         self.name, self.kind = str(device), str(device.type)
         self.torch = sys.modules["torch"]
         self.device = device
-        self.module = getattr(self.torch, self.kind, None)
+        self.module: Any = getattr(self.torch, self.kind, None)
         missing = [name for name in _NEEDED if not hasattr(self.module, name)]
         if missing:
             raise InvalidBufferError(
                 f"a tensor is on the CPU, or on a device that torch has streams and events for: got one on {device}, "
                 f"without torch.{self.kind}.{missing[0]}; move it with .cpu()"
             )
-        self._streams = {write: self.module.Stream(device) for write in (False, True)}  # type: ignore[union-attr]
+        # Waiting threads should sleep, not spin: what is waited for may be a long kernel.
+        self._event_options = {"blocking": True} if self.kind == "cuda" else {}
+        self._streams = {write: self.module.Stream(device) for write in (False, True)}
 
     def using(self) -> AbstractContextManager[object]:
-        used: AbstractContextManager[object] = self.module.device(self.device)  # type: ignore[union-attr]
+        used: AbstractContextManager[object] = self.module.device(self.device)
         return used
 
     def lock_pages(self, memory: Memory) -> str | None:
         if not hasattr(self.module, "cudart"):
             return f"torch.{self.kind} can't page-lock memory that exists"
         # cudaHostRegister: unlike torch's own pinned memory it is whole pages, and given back when the handle closes.
-        result = self.module.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)  # type: ignore[union-attr]
+        result = self.module.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)
         code = int(getattr(result, "value", result))
         return None if code == 0 else f"cudaHostRegister of {memory.nbytes} bytes failed with code {code}"
 
     def unlock_pages(self, memory: Memory) -> None:
         if hasattr(self.module, "cudart"):
-            self.module.cudart().cudaHostUnregister(memory.address)  # type: ignore[union-attr]
+            self.module.cudart().cudaHostUnregister(memory.address)
+
+    def event(self, stream: Any) -> Any:
+        """A point in a stream, after everything queued there so far."""
+        event = self.module.Event(**self._event_options)
+        event.record(stream)
+        return event
 
     def copy(self, target: Any, source: Any, ready: Any, *, write: bool) -> Copy:
         """Begin to copy between flat tensors, after an event, on the stream of that direction."""
         stream = self._streams[write]
-        module: Any = self.module
         try:
             # Tensors made in inference mode may be changed only there, and all others may be too.
-            with self.torch.inference_mode(), module.device(self.device), module.stream(stream):
+            with self.torch.inference_mode(), self.using(), self.module.stream(stream):
                 stream.wait_event(ready)
                 target.copy_(source, non_blocking=True)
-                event = module.Event()
-                event.record(stream)
+                event = self.event(stream)
         except RuntimeError as error:
             raise _failed(self.name, error) from error
         return TorchCopy(self.name, event, target, source)
@@ -111,7 +117,7 @@ class TorchBuffer(DeviceBuffer):
 
     def __init__(self, tensor: Any) -> None:
         self.device: TorchDevice = torch_device(tensor.device)
-        module: Any = self.device.module
+        module = self.device.module
         capturing = getattr(module, "is_current_stream_capturing", None)
         if capturing is not None and capturing():
             raise InvalidBufferError(
@@ -123,8 +129,7 @@ class TorchBuffer(DeviceBuffer):
         self._tensor = tensor
         with self.device.torch.inference_mode():
             self._flat = tensor.detach().reshape(-1).view(self.device.torch.uint8)
-        self._ready = module.Event()
-        self._ready.record(module.current_stream(tensor.device))
+        self._ready = self.device.event(module.current_stream(tensor.device))
 
     def copy_to_host(self, position: int, nbytes: int, memory: Memory, at: int) -> Copy:
         part = self._flat[position : position + nbytes]
