@@ -42,6 +42,7 @@ size_t fake_layout(int which);
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("pycparser")
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("the stand-in for libcufile needs Linux and a C compiler")

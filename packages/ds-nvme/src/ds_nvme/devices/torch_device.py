@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from ds_nvme.devices.base import Copy, Device, DeviceBuffer
 from ds_nvme.errors import DeviceError, InvalidBufferError
@@ -52,7 +52,7 @@ class TorchDevice(Device):
         self.name, self.kind = str(device), str(device.type)
         self.torch = sys.modules["torch"]
         self.device = device
-        self.module: Any = getattr(self.torch, self.kind, None)
+        self.module = cast(Any, getattr(self.torch, self.kind, None))
         missing = [name for name in _NEEDED if not hasattr(self.module, name)]
         if missing:
             raise InvalidBufferError(
