@@ -39,7 +39,7 @@ typedef struct { int magic, fd; } Handle;
 struct {
     long opened, files, buffers, reads, writes, bytes, violations, threads;
     long most_bytes;     /* a call moves at most so many; 0: all */
-    long hold;           /* calls wait while it is set */
+    long hold;           /* calls wait while it is set, at most half a minute or so */
     long waiting;        /* calls that do */
     long fail_at;        /* the I/O call of this number (from 1) fails */
     long failure;        /* with this result */
@@ -123,7 +123,7 @@ static ssize_t transfer(int write, void *handle, char *base, size_t nbytes, off_
     long number = __sync_add_and_fetch(write ? &fake.writes : &fake.reads, 1);
     if (!seen) { seen = 1; __sync_fetch_and_add(&fake.threads, 1); }
     __sync_fetch_and_add(&fake.waiting, 1);
-    while (*(volatile long *)&fake.hold) usleep(200);
+    for (int i = 0; *(volatile long *)&fake.hold && i < 150000; i++) usleep(200);
     __sync_fetch_and_sub(&fake.waiting, 1);
     fake.last_base = (long)base;
     fake.last_offset = at;

@@ -207,7 +207,7 @@ def test_a_write_waits_for_what_computes_it(tmp_path: Path, pattern: Pattern, de
     computed = threading.Event()
 
     def kernel() -> None:
-        computed.wait()
+        computed.wait(60)
         tensor.data[:] = data
 
     with aio_handle(BLOCK, 4) as handle:
@@ -225,7 +225,7 @@ def test_a_read_waits_for_what_uses_the_old_values(tmp_path: Path, pattern: Patt
     tensor = FakeTensor(device, old)
     release, seen = threading.Event(), []
     with aio_handle(BLOCK, 4) as handle:
-        device.kernels.queue(lambda: (release.wait(), seen.append(bytes(tensor.data))))
+        device.kernels.queue(lambda: (release.wait(60), seen.append(bytes(tensor.data))))
         operation = handle.start_read(tensor, tmp_path / "file")
         assert not operation.wait(0.05)
         release.set()
@@ -241,7 +241,7 @@ def test_a_write_that_waits_holds_up_no_read(tmp_path: Path, pattern: Pattern, d
     with aio_handle(BLOCK, 4) as handle:
         back = FakeTensor(device, bytes(len(data)))
         reading = handle.start_read(back, tmp_path / "file")
-        device.kernels.queue(release.wait)
+        device.kernels.queue(lambda: release.wait(60))
         writing = handle.start_write(FakeTensor(device, data), tmp_path / "other")
         assert reading.result(60) == len(data) and not writing.done()
         release.set()
@@ -281,7 +281,7 @@ def test_the_drive_works_while_a_copy_does(tmp_path: Path, pattern: Pattern, dev
     data = pattern(8 * SLOT)
     (tmp_path / "file").write_bytes(data)
     release = threading.Event()
-    device.before_copy = lambda write, position: release.wait()
+    device.before_copy = lambda write, position: release.wait(60)
     with aio_handle(BLOCK, 4) as handle:
         reading = handle.start_read(FakeTensor(device, bytes(len(data))), tmp_path / "file")
         # The first copy stands still; the file's part of the other three buffers goes on, and no further.
@@ -293,14 +293,14 @@ def test_the_drive_works_while_a_copy_does(tmp_path: Path, pattern: Pattern, dev
 
 
 def test_copies_go_on_while_the_drive_works(tmp_path: Path, pattern: Pattern, device: FakeDevice) -> None:
-    """Of a write: the file's part of the first buffer is held up by a full pipe's worth of patience, copies aren't."""
+    """Of a write: the file's parts are held up, the copies of all buffers aren't."""
     data = pattern(8 * SLOT)
     release = threading.Event()
     with aio_handle(BLOCK, 4) as handle:
         put = handle._crew.put
 
         def late(task: Any) -> None:
-            threading.Thread(target=lambda: (release.wait(), put(task))).start()
+            threading.Thread(target=lambda: (release.wait(60), put(task))).start()
 
         handle._crew.put = late  # type: ignore[method-assign]
         writing = handle.start_write(FakeTensor(device, data), tmp_path / "file")
@@ -313,17 +313,25 @@ def test_copies_go_on_while_the_drive_works(tmp_path: Path, pattern: Pattern, de
 
 
 def test_a_file_is_whole_only_at_the_end(tmp_path: Path, pattern: Pattern, device: FakeDevice) -> None:
-    data, release = pattern(9 * SLOT), threading.Event()
-    device.before_copy = lambda write, position: position == 3 * SLOT and release.wait()
+    data, release = pattern(2 * SLOT + BLOCK), threading.Event()
     with aio_handle(BLOCK, 4) as handle:
+        put, parts = handle._crew.put, []
+
+        def late(task: Any) -> None:
+            """The file's part of the first buffer waits; slots are left for all others."""
+            parts.append(task)
+            threading.Thread(target=lambda: (task is not parts[0] or release.wait(60), put(task))).start()
+
+        handle._crew.put = late  # type: ignore[method-assign]
         writing = handle.start_write(FakeTensor(device, data), tmp_path / "file")
-        until(lambda: len(device.moved) == 3)
+        until(lambda: handle.describe().straight_blocks == SLOT // BLOCK)
+        time.sleep(0.05)
+        assert len(device.moved) == 2 and (tmp_path / "file").stat().st_size < len(data)
         with pytest.raises(ds_nvme.TruncatedFileError):
             aio_handle().start_read(bytearray(len(data)), tmp_path / "file")
         release.set()
         writing.result()
-        assert device.moved[-1] == (True, len(data) - BLOCK, BLOCK)
-        assert max(position for _, position, _ in device.moved[:-1]) < len(data) - BLOCK
+    assert device.moved[-1] == (True, 2 * SLOT, BLOCK) and (tmp_path / "file").read_bytes() == data
 
 
 @pytest.mark.parametrize("write", [False, True])
