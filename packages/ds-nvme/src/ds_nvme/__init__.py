@@ -10,8 +10,10 @@ from ds_nvme.errors import (
     BudgetError,
     CancelledTransferError,
     ClosedHandleError,
+    DeviceError,
     EngineError,
     FileError,
+    GdsError,
     InvalidBufferError,
     MissingFileError,
     NoSpaceError,
@@ -27,6 +29,8 @@ from ds_nvme.plan import Segment, TransferPlan
 if TYPE_CHECKING:
     from ds_nvme.config import AioConfig
     from ds_nvme.gathered import Gathered
+    from ds_nvme.gds.driver import gds_refusal
+    from ds_nvme.gds.handle import GdsHandle, gds_handle
     from ds_nvme.pool import BufferPool, PooledBuffer, PoolStatistics
     from ds_nvme.store import TensorStore
 
@@ -42,9 +46,12 @@ __all__ = [
     "CancelledTransferError",
     "ClosedHandleError",
     "Description",
+    "DeviceError",
     "EngineError",
     "FileError",
     "Gathered",
+    "GdsError",
+    "GdsHandle",
     "InvalidBufferError",
     "MissingFileError",
     "NoSpaceError",
@@ -60,6 +67,8 @@ __all__ = [
     "VerifyError",
     "aio_handle",
     "engine_names",
+    "gds_handle",
+    "gds_refusal",
 ]
 
 
@@ -67,9 +76,12 @@ _LATER = {
     "AioConfig": "config",
     "BufferPool": "pool",
     "Gathered": "gathered",
+    "GdsHandle": "gds.handle",
     "PoolStatistics": "pool",
     "PooledBuffer": "pool",
     "TensorStore": "store",
+    "gds_handle": "gds.handle",
+    "gds_refusal": "gds.driver",
 }
 """Modules that are imported when first used: pydantic alone takes longer than everything that a transfer needs."""
 

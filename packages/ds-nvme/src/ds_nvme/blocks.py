@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from ds_nvme.engines.base import Run
 from ds_nvme.errors import NvmeError, TruncatedFileError, file_error
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
-from ds_nvme.operation import Operation
 from ds_nvme.share import divide, final
+from ds_nvme.task import Task
 
 _MENDABLE = frozenset({errno.EAGAIN, errno.EINTR, errno.EINVAL, errno.EOPNOTSUPP, errno.ECANCELED})
 """Errors of a block after which a plain pread or pwrite through the page cache may still do."""
 
 
-def mend(operation: Operation, run: Run, index: int, address: int, result: int) -> bool | None:
+def mend(operation: Task, run: Run, index: int, address: int, result: int) -> bool | None:
     """Finish a block that was not moved whole, through the page cache.
 
     Args:
@@ -46,7 +47,8 @@ def mend(operation: Operation, run: Run, index: int, address: int, result: int) 
     while done < wanted:
         moved = move(fd, address + done, wanted - done, offset + done)
         if moved == 0 and not run.write:
-            operation.fail(TruncatedFileError(operation.path, plan.file_offset, plan.nbytes, offset + done))
+            end = min(offset + done, os.fstat(fd).st_size or offset + done)  # a block device has no st_size
+            operation.fail(TruncatedFileError(operation.path, plan.file_offset, plan.nbytes, end))
             return False
         if moved <= 0:
             operation.fail(file_error(-moved or errno.EIO, operation.path, offset + done))
@@ -55,7 +57,7 @@ def mend(operation: Operation, run: Run, index: int, address: int, result: int) 
     return True
 
 
-def copy_out(operation: Operation, run: Run, index: int, bounce: int) -> None:
+def copy_out(operation: Task, run: Run, index: int, bounce: int) -> None:
     """Copy what was asked for of a block that was read into a bounce buffer at address `bounce`."""
     begin = run.address + index * run.block_nbytes
     start = max(begin, operation.address)
@@ -63,7 +65,7 @@ def copy_out(operation: Operation, run: Run, index: int, bounce: int) -> None:
     libc.move(start, bounce + start - begin, stop - start)
 
 
-def carry_out(operation: Operation) -> None:
+def carry_out(operation: Task) -> None:
     """Carry out an operation of one block in the caller's thread: a queue can't make it faster, a thread slower."""
     operation.begin(1)
     shares = divide(operation, 1)

@@ -24,6 +24,7 @@ class Description:
         straight_blocks: blocks moved between file and user's memory so far.
         bounced_blocks: blocks moved through a bounce buffer so far, because memory or offsets were not aligned.
         mended_blocks: blocks that the kernel refused or cut short, finished through the page cache.
+        notes: more, a line each.
         file: how the file that was asked about can be accessed, or None.
     """
 
@@ -40,6 +41,7 @@ class Description:
     straight_blocks: int
     bounced_blocks: int
     mended_blocks: int
+    notes: tuple[str, ...] = ()
     file: str | None = None
 
     def __str__(self) -> str:
@@ -53,6 +55,7 @@ class Description:
             f"{self.mended_blocks} finished through the page cache, {self.blocks_at_once} in the caller's thread",
         ]
         lines += [f"engine {name} can't run here: {reason}" for name, reason in self.refused.items()]
+        lines += self.notes
         if self.file is not None:
             lines.append(self.file)
         return "\n".join(lines)

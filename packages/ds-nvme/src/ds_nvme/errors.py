@@ -33,6 +33,25 @@ class EngineError(NvmeError):
     """An engine can't run here, or the kernel refused it resources."""
 
 
+class GdsError(EngineError):
+    """cuFile can't be used here, or refused something.
+
+    Args:
+        message: rule, value and mend.
+        code: cuFile's own code (CUfileOpError), 0 where it wasn't asked yet.
+        cuda: the CUDA driver's code (CUresult), 0 where CUDA is well.
+    """
+
+    def __init__(self, message: str, code: int = 0, cuda: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.cuda = cuda
+
+
+class DeviceError(NvmeError):
+    """A device failed to copy."""
+
+
 class VerifyError(NvmeError):
     """`validate` was asked for, and file and memory differ after the transfer."""
 

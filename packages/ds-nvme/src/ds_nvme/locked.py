@@ -11,7 +11,7 @@ from ds_nvme.view import View, is_tensor
 
 
 class LockedTensors:
-    """The locked tensors of one handle. They stay valid after it: memory is freed when nothing refers to it."""
+    """The locked tensors of one handle. They outlive it, unlocked: memory is freed when nothing refers to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,6 +37,13 @@ class LockedTensors:
             return False
         memory.unlock()
         return True
+
+    def close(self) -> None:
+        """Unlock all that weren't freed."""
+        with self._lock:
+            memories, self._memories = self._memories, {}
+        for memory in memories.values():
+            memory.unlock()
 
 
 def shape_like(memory: Memory, num_elements: int, like: Any) -> Any:

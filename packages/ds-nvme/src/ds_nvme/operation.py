@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from ds_nvme.errors import CancelledTransferError, VerifyError
+from ds_nvme.errors import CancelledTransferError, NvmeError, VerifyError
 from ds_nvme.files import OpenFile
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
 from ds_nvme.plan import TransferPlan
 from ds_nvme.regions import IN_FLIGHT, Region
+from ds_nvme.task import Task
 from ds_nvme.view import View
 
 if TYPE_CHECKING:
@@ -41,29 +42,20 @@ def awaited(ending: Any) -> Generator[Any, None, None]:
     yield from future
 
 
-class Operation:
+class Operation(Task):
     """A transfer between a buffer and a file. Wait for it with `result()`, or `await` it in asyncio.
 
     The buffer's memory stays alive until it ends, and must not be changed (of a write) or used (of a read) before.
     """
 
     def __init__(self, plan: TransferPlan, file: OpenFile, view: View, region: Region, *, validate: bool) -> None:
-        self.plan = plan
-        """What is moved how."""
-        self.path = file.path
-        """The file."""
-        self.file = file
-        self.address = view.address
-        self.failed = False
-        """Some block has failed; those that aren't under way yet will not be."""
-        self._view = view
+        super().__init__(plan, file, view.address)
+        self.view = view
+        """The buffer."""
         self._region = region
         self._validate = validate
-        self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._error: BaseException | None = None
         self._callbacks: list[Callable[[Operation], object]] = []
-        self._shares = 0
         self._ending = False
 
     # --- for those who wait
@@ -134,32 +126,17 @@ class Operation:
 
     # --- for the workers
 
-    def begin(self, shares: int) -> None:
-        """It is about to be carried out in so many shares."""
-        self._shares = shares
-
-    def fail(self, error: BaseException) -> None:
-        """Note a block's error. The first is kept."""
-        with self._lock:
-            # After a cancel the error is its own, whatever becomes of the blocks that were under way.
-            if self._error is None:
-                self._error = error
-            self.failed = True
-
-    def leave(self) -> bool:
-        """A share has ended; whether it was the last of those begun."""
-        with self._lock:
-            self._shares -= 1
-            return self._shares == 0
-
     def end(self) -> None:
         """Everything has arrived, or failed: let go of file and memory, and wake who waits."""
         with self._lock:
             self._ending = True
         if self._validate and not self.failed:
-            self._verify()
+            try:
+                self._verify()
+            except NvmeError as error:
+                self.fail(error)
         self.file.close()
-        self._view.release()
+        self.view.release()
         IN_FLIGHT.leave(self._region)
         with self._lock:
             self._ended.set()
@@ -171,18 +148,14 @@ class Operation:
                 sys.excepthook(*sys.exc_info())
 
     def _verify(self) -> None:
-        try:
-            file = OpenFile(self.path, write=False)
-        except OSError as error:
-            self.fail(error)
-            return
+        file = OpenFile(self.path, write=False)
         scratch = Memory(_VERIFIED_AT_ONCE)
         position = 0
         while position < self.plan.nbytes:
             offset = self.plan.file_offset + position
             step = min(_VERIFIED_AT_ONCE, self.plan.nbytes - position)
             got = libc.pread(file.cached, scratch.address, step, offset)
-            if got <= 0 or not libc.equal(scratch.address, self.address + position, got):
+            if got <= 0 or not self.view.equals(position, scratch.address, got):
                 self.fail(
                     VerifyError(
                         f"file and memory are equal after a transfer: {self.path} differs in the {step} bytes from "

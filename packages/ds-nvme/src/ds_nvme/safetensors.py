@@ -21,7 +21,6 @@ from ds_nvme.files import Path
 from ds_nvme.handle import AioHandle
 from ds_nvme.like import kind_of
 from ds_nvme.memory import Memory
-from ds_nvme.native import libc
 from ds_nvme.view import View
 
 _LARGEST_HEADER = 100_000_000  # as the format's own implementation has it
@@ -112,7 +111,7 @@ def save_file(
     """Save tensors in a file, which appears under its name in one step when it is complete and on the drive.
 
     Args:
-        tensors: by name; contiguous, torch's on the CPU or numpy's.
+        tensors: by name; contiguous, torch's on any device or numpy's.
         filename: the file; one that exists is replaced.
         metadata: texts to keep with them.
         handle: to write with. Default: one of its own.
@@ -153,19 +152,18 @@ def save_file(
 
 def _write(handle: AioHandle, path: str, head: bytearray, views: list[View]) -> None:
     """Copy everything into two buffers in turn: one is filled while the other is written, both always aligned."""
-    exported = libc.Exported(head)
-    pieces = [(exported.address, exported.nbytes), *((view.address, view.nbytes) for view in views)]
-    total = sum(nbytes for _, nbytes in pieces)
+    pieces = [View(head, writable=False), *views]
+    total = sum(piece.nbytes for piece in pieces)
     stages = [Memory(min(_STAGE, total)) for _ in range(2 if total > _STAGE else 1)]
     writing: list[Any] = [None, None]
     offset = turn = filled = 0
-    for address, nbytes in pieces:
+    for piece in pieces:
         done = 0
-        while done < nbytes:
+        while done < piece.nbytes:
             if filled == 0 and writing[turn] is not None:
                 writing[turn].result()
-            step = min(nbytes - done, stages[turn].nbytes - filled)
-            libc.move(stages[turn].address + filled, address + done, step)
+            step = min(piece.nbytes - done, stages[turn].nbytes - filled)
+            piece.copy_out(done, step, stages[turn], filled)
             filled, done = filled + step, done + step
             if filled == stages[turn].nbytes:
                 writing[turn] = handle.start_write(stages[turn].buffer, path, offset)
@@ -175,7 +173,7 @@ def _write(handle: AioHandle, path: str, head: bytearray, views: list[View]) -> 
     for operation in writing:
         if operation is not None:
             operation.result()
-    exported.release()
+    pieces[0].release()
 
 
 def _read_header(path: str, handle: AioHandle) -> tuple[int, list[_Stored]]:

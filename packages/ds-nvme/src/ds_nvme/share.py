@@ -6,8 +6,8 @@ from collections import deque
 from typing import Any
 
 from ds_nvme.engines.base import Run
-from ds_nvme.operation import Operation
 from ds_nvme.plan import Segment
+from ds_nvme.task import Task
 
 
 class Job:
@@ -46,7 +46,7 @@ class Share:
 
     __slots__ = ("final", "in_flight", "jobs", "operation")
 
-    def __init__(self, operation: Operation, *, final: bool = False) -> None:
+    def __init__(self, operation: Task, *, final: bool = False) -> None:
         self.operation = operation
         self.final = final
         self.jobs: deque[Job] = deque()
@@ -74,7 +74,7 @@ class Share:
         return not self.jobs and not self.in_flight
 
 
-def divide(operation: Operation, parts: int) -> list[Share]:
+def divide(operation: Task, parts: int) -> list[Share]:
     """An operation's segments, but those that wait for all others, in up to `parts` shares of whole blocks."""
     segments = [segment for segment in operation.plan.segments if not segment.last]
     blocks = max((segment.blocks for segment in segments), default=0)
@@ -87,7 +87,7 @@ def divide(operation: Operation, parts: int) -> list[Share]:
     return shares
 
 
-def final(operation: Operation) -> Share | None:
+def final(operation: Task) -> Share | None:
     """The segment that waits for all others, if the operation has one."""
     share = Share(operation, final=True)
     for segment in operation.plan.segments:

@@ -88,7 +88,7 @@ class TensorStore:
 
         Args:
             name: any text.
-            tensor: contiguous: numpy array, torch tensor on the CPU, or buffer.
+            tensor: contiguous: numpy array, torch tensor on any device, or buffer.
 
         Raises:
             InvalidBufferError, NoSpaceError, ClosedHandleError.
@@ -124,7 +124,7 @@ class TensorStore:
         Args:
             name: of a stored tensor.
             out: contiguous memory of the tensor's size to fetch into; it is the result then. Default: new memory,
-                of the kind, dtype and shape that was put; from `prefetch` where that was called.
+                of the kind, dtype and shape that was put, on the CPU; from `prefetch` where that was called.
 
         Raises:
             KeyError: nothing of that name is stored.

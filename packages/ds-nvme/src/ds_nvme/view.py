@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_nvme.errors import InvalidBufferError
+from ds_nvme.memory import Memory
 from ds_nvme.native import libc
+
+if TYPE_CHECKING:
+    from ds_nvme.devices.base import DeviceBuffer
 
 
 class View:
     """The memory of one buffer, kept alive and unmoved until `release`.
 
     Args:
-        buffer: an object with the buffer protocol, or a `torch.Tensor`; contiguous (row-major).
+        buffer: an object with the buffer protocol, a `torch.Tensor`, or anything with `__device_buffer__`; contiguous
+            (row-major).
         writable: the transfer writes into the buffer.
 
     Raises:
-        InvalidBufferError: it is no buffer, not contiguous, or read-only where it would be written.
+        InvalidBufferError: it is no buffer, not contiguous, read-only where it would be written, or on a device that
+            can't take part.
     """
 
-    __slots__ = ("_owner", "address", "nbytes")
+    __slots__ = ("_owner", "address", "device", "nbytes")
 
     def __init__(self, buffer: Any, *, writable: bool) -> None:
         self.address = 0
-        """Of the first byte in host memory; 0 for a tensor on a device."""
+        """Of the first byte: in host memory, or on the device where there is one."""
         self.nbytes = 0
+        self.device: DeviceBuffer | None = None
+        """How to reach memory that isn't the host's."""
         self._owner: Any = None
         if is_tensor(buffer):
             self._view_tensor(buffer)
+        elif hasattr(type(buffer), "__device_buffer__"):
+            self._view_device(buffer.__device_buffer__(), buffer)
         else:
             self._view_exported(buffer, writable)
 
@@ -46,8 +56,7 @@ class View:
         torch = sys.modules["torch"]
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             raise InvalidBufferError(
-                f"a tensor has memory of its own: got layout {tensor.layout} on {tensor.device}; "
-                "pass a dense tensor on the CPU"
+                f"a tensor has memory of its own: got layout {tensor.layout} on {tensor.device}; pass a dense tensor"
             )
         if not tensor.is_contiguous():
             raise InvalidBufferError(
@@ -60,15 +69,36 @@ class View:
                 "call .resolve_conj().resolve_neg()"
             )
         if tensor.device.type != "cpu":
-            raise InvalidBufferError(
-                f"a tensor is in host memory: got one on {tensor.device}; copy through a pinned CPU tensor"
-            )
+            from ds_nvme.devices.torch_device import TorchBuffer
+
+            self._view_device(TorchBuffer(tensor), tensor)
+            return
         self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         self._owner = tensor
+
+    def _view_device(self, device: DeviceBuffer, owner: Any) -> None:
+        self.address, self.nbytes = device.address, device.nbytes
+        self.device, self._owner = device, owner
+
+    def copy_out(self, position: int, nbytes: int, memory: Memory, at: int) -> None:
+        """Copy bytes `[position, position + nbytes)` to `memory`, from its byte `at` on, wherever they are."""
+        if self.device is None:
+            libc.move(memory.address + at, self.address + position, nbytes)
+        else:
+            self.device.copy_to_host(position, nbytes, memory, at).wait()
+
+    def equals(self, position: int, address: int, nbytes: int) -> bool:
+        """Whether bytes `[position, position + nbytes)` are those at `address` in host memory."""
+        if self.device is None:
+            return libc.equal(address, self.address + position, nbytes)
+        memory = Memory(nbytes)
+        self.copy_out(position, nbytes, memory, 0)
+        return libc.equal(address, memory.address, nbytes)
 
     def release(self) -> None:
         """Let go of the buffer: it may be resized or freed again."""
         owner, self._owner = self._owner, None
+        self.device = None
         if isinstance(owner, libc.Exported):
             owner.release()
 

@@ -1,0 +1,1 @@
+"""GPUDirect Storage: files to and from CUDA tensors through NVIDIA's cuFile."""
