@@ -75,9 +75,17 @@ def in_turn(networks: Networks, rank: int, step: int) -> torch.Tensor:
     return parts[order[0]] + parts[order[1]]
 
 
+def skipping(networks: Networks, rank: int, step: int) -> torch.Tensor:
+    """Two networks side by side; odd ranks leave out one of them, in turn."""
+    _, real = samples(rank, step)
+    used = (0, 1) if rank % 2 == 0 else (step % 2,)
+    return torch.stack([through(networks[index], real).square().mean() * (index + 1) for index in used]).sum()
+
+
 LOSSES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], Callable[..., torch.Tensor]]] = {
     "spanning": (networks, spanning),
     "in turn": (twins, in_turn),
+    "skipping": (twins, skipping),
 }
 
 
@@ -122,17 +130,6 @@ def _joint(kind: str, setting: Setting) -> tuple[Values, Values]:
     for engine in engines:
         engine.destroy()
     return gradients, weights
-
-
-def joint_or_refused(kind: str, settings: list[Setting]) -> list[tuple[str, Values, Values]]:
-    """The same, with the error that was raised instead, if any."""
-    found = []
-    for setting in settings:
-        try:
-            found.append(("", *_joint(kind, setting)))
-        except Exception as error:
-            found.append((f"{type(error).__name__}: {error}", {}, {}))
-    return found
 
 
 def joint_reference(kind: str, world: int) -> tuple[Values, Values]:

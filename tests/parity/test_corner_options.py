@@ -182,6 +182,12 @@ OPTIONS: dict[str, Option] = {
     "torch_autocast": Option(
         {}, {"torch_autocast": {"enabled": True}}, Problem(loss=in_autocast, arguments=ADAM), tolerance=2e-2
     ),
+    "torch_autocast fp16": Option(  # without its loss scale most gradients of so small a loss are zero in float16
+        {},
+        {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": 2.0**20}},
+        Problem(loss=partial(times, 1e-6), arguments=ADAM),
+        tolerance=2e-3,
+    ),
     "no masters": Option(
         {},
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},

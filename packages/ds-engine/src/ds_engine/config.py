@@ -196,6 +196,13 @@ class Config(BaseModel):
         return Precision.of(self.fp16, self.bf16)
 
     @property
+    def loss_scaling(self) -> Fp16Config:
+        """The `fp16` section, enabled wherever float16 gradients are computed: also by autocast."""
+        autocast = self.torch_autocast
+        computes_fp16 = autocast.enabled and DTYPES[autocast.dtype] is torch.float16
+        return self.fp16.model_copy(update={"enabled": True}) if computes_fp16 else self.fp16
+
+    @property
     def gradient_dtype(self) -> torch.dtype | None:
         """Dtype in which micro-batches are added up; None for the model's."""
         name = self.data_types.grad_accum_dtype

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -17,6 +16,7 @@ from ds_engine.config import DTYPES, Config
 from ds_engine.dataloader import DistributedLoader
 from ds_engine.errors import ConfigError, EngineError
 from ds_engine.events import Event, Events
+from ds_engine.getters import Getters
 from ds_engine.precision import LossScaler
 from ds_engine.progress import logger
 from ds_engine.scaling import CARRIED
@@ -27,7 +27,7 @@ def _closed() -> NoReturn:
     raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
 
 
-class Engine(nn.Module):
+class Engine(Getters, nn.Module):
     """Trains one model. Made by `initialize`.
 
     A micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; every
@@ -177,12 +177,12 @@ class Engine(nn.Module):
 
     def _step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
         self.events.emit(Event.BOUNDARY, self)
-        fp16 = self.config.fp16.enabled
-        report = optimizer.step(max_norm=self.config.gradient_clipping, skip_nonfinite=fp16)
+        scaler = self.loss_scaler
+        report = optimizer.step(max_norm=self.config.gradient_clipping, skip_nonfinite=scaler.active)
         self._grad_norm, self._applied = report.grad_norm, report.applied
-        if fp16:
-            self.loss_scaler.update(overflow=not report.applied)
-            optimizer.loss_scale = self.loss_scaler.scale
+        if scaler.active:
+            scaler.update(overflow=not report.applied)
+            optimizer.loss_scale = scaler.scale
         if report.applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -251,24 +251,6 @@ class Engine(nn.Module):
         if self._destroyed:
             _closed()
 
-    # What the engine is
-
-    def train_batch_size(self) -> int:
-        """Samples a step takes in all."""
-        return self._batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a rank takes in one forward pass."""
-        return self._batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
-        return self._batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Train batch, micro-batch, accumulation."""
-        return self._batch.train, self._batch.micro, self._batch.accumulation
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of micro-batches a step, so that a step takes `train_batch_size` samples.
 
@@ -288,97 +270,6 @@ class Engine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the samples of a micro-batch; accumulation stays."""
         self._batch = BatchSizes.solve(None, micro_batch_size, self._batch.accumulation, self.dp_world_size)
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self._param_groups() if "lr" in group]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of every parameter group: `betas`, or `momentum`."""
-        return [group.get("betas", group.get("momentum")) for group in self._param_groups()]
-
-    def _param_groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm over all ranks of the last step's averaged gradient, before clipping; None before a step."""
-        return None if self._grad_norm is None else float(self._grad_norm)
-
-    def was_step_applied(self) -> bool:
-        """The last boundary updated the parameters (it is left out where fp16 gradients overflow)."""
-        return self._applied
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by: 1 unless in fp16."""
-        return self.loss_scaler.scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The same, by its older name."""
-        return self.loss_scaler.scale
-
-    def dynamic_loss_scale(self) -> bool:
-        """The loss scale adapts."""
-        return self.loss_scaler.dynamic
-
-    def gradient_clipping(self) -> float:
-        """Largest 2-norm of the gradient; 0 does not clip."""
-        return self.config.gradient_clipping
-
-    def fp16_enabled(self) -> bool:
-        """Training is in float16."""
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Training is in bfloat16."""
-        return self.config.bf16.enabled
-
-    def zero_optimization(self) -> bool:
-        """Any state is sharded."""
-        return self.config.zero_optimization.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.config.zero_optimization.stage
-
-    def steps_per_print(self) -> int:
-        """Steps between progress lines; 0 prints none."""
-        return self.config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Forward, backward and step are timed."""
-        return self.config.wall_clock_breakdown
-
-    def optimizer_name(self) -> str | None:
-        """The configured optimizer's name; None for a client's."""
-        return self.config.optimizer.type if self.config.optimizer else None
-
-    def scheduler_name(self) -> str | None:
-        """The configured scheduler's name; None for a client's."""
-        return self.config.scheduler.type if self.config.scheduler else None
-
-    @property
-    def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.comm.world
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return dist.get_world_size()
-
-    @property
-    def global_rank(self) -> int:
-        """This rank among all."""
-        return dist.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        """This rank on its machine."""
-        from ds_comm import get_local_rank
-
-        return get_local_rank()
 
     def deepspeed_io(
         self,

@@ -108,7 +108,7 @@ def initialize(
         device,
         sharded,
         _scheduler(lr_scheduler, sharded, parsed),
-        LossScaler(parsed.fp16),
+        LossScaler(parsed.loss_scaling),
     )
     every = parsed.steps_per_print
     if every and engine.global_rank == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ds_engine.names import did_you_mean
 from ds_engine.optim_adam import UncorrectedAdam
 from ds_engine.optim_lamb import Lamb
 from ds_engine.optim_lion import Lion
@@ -104,7 +104,9 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return declared
     kind = type(optimizer)
     base = next((each for each in kind.__mro__ if each in _ELEMENTWISE), None)
-    return base is not None and all(_same(kind, base, method) for method in ("step", "_init_group"))
+    return base is not None and all(
+        _same(kind, base, method) for method in ("step", "_init_group", "_prepare", "_update")
+    )
 
 
 def _group(member: torch.Tensor | dict[str, Any]) -> torch.Tensor | dict[str, Any]:
@@ -134,8 +136,8 @@ def _find(name: str) -> tuple[OptimizerType, str]:
     known = {each.lower(): each for each in itertools.chain(kinds, _ONE_BIT)}.get(str(name).lower())
     if known is None:
         raise ValueError(
-            f"optimizer type is one of {', '.join([*_ADAM, *_OWN])} or a class of torch.optim, got {name!r}: "
-            f"did you mean {_nearest(name, [*kinds, *_ONE_BIT])!r}?"
+            f"optimizer type is one of {', '.join([*_ADAM, *_OWN])} or a class of torch.optim, got {name!r}"
+            f"{did_you_mean(name, [*kinds, *_ONE_BIT])}; correct the name"
         )
     if known in _ONE_BIT:
         plain = "Lamb" if known == "OneBitLamb" else "Adam"
@@ -176,7 +178,8 @@ def _check_names(name: str, accepted: list[str], params: Mapping[str, Any]) -> N
     for key in params:
         if key not in accepted:
             raise ValueError(
-                f"optimizer {name} takes {', '.join(accepted)}, got {key!r}: did you mean {_nearest(key, accepted)!r}?"
+                f"optimizer {name} takes {', '.join(accepted)}, got {key!r}{did_you_mean(key, accepted)}; "
+                "correct or remove it"
             )
 
 
@@ -219,8 +222,3 @@ def _has_fused(kind: OptimizerType, device: str, dtype: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return bool(param.detach().abs() > 0)
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    by_lower = {each.lower(): each for each in known}
-    return by_lower[difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.0)[0]]

@@ -14,11 +14,16 @@ again without agreement would leave the other ranks waiting.
 Note [Backward inside backward]: autograd calls back at the end of the innermost backward that runs. A round
 that a nested one opened would close with it, and ranks with another number of nested ones would lose step.
 So `watch` listens at the model's outputs, which the outermost backward reaches before anything nests in it.
+
+Note [Several engines]: a loss may pass through several engines, and through other parameters of each on another
+rank; no order of arrival, and no end of a backward, is then the same everywhere. So beside other reducers on one
+communicator, a reducer sends while it runs backward only where it was told that the backward is its own (`round`);
+what another's or a plain backward leaves with it waits for `finish`, which every rank calls in its program's order.
+A gradient that nobody asks for, as a discriminator's from its generator's loss, is so never sent.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,8 +39,16 @@ from ds_comm import Communicator
 from ds_zero.errors import ZeroError
 from ds_zero.shard_group import ShardGroup
 
-# By communicator: numbers for what all the reducers on it send.
-_turns: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
+
+class _Line:
+    """What the reducers on one communicator share."""
+
+    def __init__(self) -> None:
+        self.num_reducers = 0  # not closed; one that was only dropped counts, as ranks drop it at different times
+        self.num_sent = 0  # groups, of all of them
+
+
+_lines: weakref.WeakKeyDictionary[Communicator, _Line] = weakref.WeakKeyDictionary()
 
 
 class _Running:
@@ -69,7 +82,8 @@ class Reducer:
         """Rounds that reduced since `clear`."""
         self.order = 0
         """A fingerprint of when groups were sent since `clear`, among all that was sent on `comm`."""
-        self._turns = _turns.setdefault(comm, itertools.count())
+        self._line = _lines.setdefault(comm, _Line())
+        self._line.num_reducers += 1
         self._held = False  # whoever runs backward closes the round; else autograd's end does
         self._running: Callable[[], _Running | None] = lambda: None  # the backward whose end closes the round
         self._factor = 1.0
@@ -147,10 +161,15 @@ class Reducer:
         self._running = lambda: None
         self.close_round()
 
+    @property
+    def _is_alone(self) -> bool:
+        """See Note [Several engines]."""
+        return self._comm.world == 1 or self._line.num_reducers == 1
+
     def _begin(self) -> None:
         self._factor = self._ask_factor(True)
         self._open, self._next = True, 0
-        self._reducing = self._wants_reduction()
+        self._reducing = (self._held or self._is_alone) and self._wants_reduction()
         self._missing = [sum(p.requires_grad for p in group.parameters) for group in self.groups]
         self._seen = set()
         self._again = set()
@@ -161,7 +180,8 @@ class Reducer:
             self._next += 1
 
     def _send(self, number: int) -> None:
-        self.order = (self.order * 31 + next(self._turns)) % 65521
+        self.order = (self.order * 31 + self._line.num_sent) % 65521
+        self._line.num_sent += 1
         self.groups[number].start_reduction(async_op=self._overlap)
 
     def _surprise(self, number: int, slot: int) -> None:
@@ -230,14 +250,23 @@ class Reducer:
         """Everything collected since `clear` is reduced and has arrived, on every rank. Collective."""
         self.collect_strays()
         self.close_round()
-        if self.num_reductions == 0 or any(group.has_local for group in self.groups):
+        if self._is_unfinished():
             self.num_reductions += 1
             for number in range(len(self.groups)):
                 self._send(number)
-            if not self._agreed:  # as the ranks do that reduced in a round
+            if self._is_alone and not self._agreed:  # as the ranks do that reduced in a round
                 self._agree()
         for group in self.groups:
             group.finish_reduction()
+
+    def _is_unfinished(self) -> bool:
+        """Gradients were not sent. Alone, this rank knows of all; beside others, any rank may hold some."""
+        unfinished = self.num_reductions == 0 or any(group.has_local for group in self.groups)
+        if self._is_alone:
+            return unfinished
+        anywhere = torch.full((1,), float(unfinished), device=self.groups[0].device)
+        self._comm.all_reduce(anywhere, ReduceOp.MAX)
+        return bool(anywhere.item())
 
     def collect_strays(self) -> None:
         """Takes gradients that someone put into `.grad` by hand."""
@@ -263,6 +292,8 @@ class Reducer:
 
     def close(self) -> None:
         """Takes the hooks off."""
+        if self._hooks:
+            self._line.num_reducers -= 1
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -13,6 +12,7 @@ from ds_engine.lr_schedules.one_cycle import OneCycle
 from ds_engine.lr_schedules.range_test import LRRangeTest
 from ds_engine.lr_schedules.schedule import HasParamGroups, Schedule
 from ds_engine.lr_schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ds_engine.names import did_you_mean
 
 SCHEDULES: dict[str, type[Schedule]] = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
@@ -47,13 +47,14 @@ def build_scheduler(
     if kind is None:
         raise ValueError(
             f"scheduler type is one of {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler, "
-            f"got {name!r}: did you mean {_nearest(name, [*SCHEDULES, *torchs])!r}?"
+            f"got {name!r}{did_you_mean(name, [*SCHEDULES, *torchs])}; correct the name"
         )
     accepted = {key: each for key, each in inspect.signature(kind).parameters.items() if key != "optimizer"}
     for key in params:
         if key not in accepted:
             raise ValueError(
-                f"scheduler {name} takes {', '.join(accepted)}, got {key!r}: did you mean {_nearest(key, accepted)!r}?"
+                f"scheduler {name} takes {', '.join(accepted)}, got {key!r}{did_you_mean(key, accepted)}; "
+                "correct or remove it"
             )
     missing = [key for key, each in accepted.items() if each.default is each.empty and key not in params]
     if missing:
@@ -74,8 +75,3 @@ def _torch_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
         and not name.startswith("_")
         and name not in _NOT_FROM_A_NAME
     }
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    by_lower = {each.lower(): each for each in known}
-    return by_lower[difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.0)[0]]
