@@ -75,6 +75,7 @@ class Engine(Getters, nn.Module):
         if optimizer is not None:
             optimizer.reduce_now = self._reduces_now
             optimizer.carried_scale = self._carried_scale
+            optimizer.notify = self._plain_backward
             optimizer.loss_scale = loss_scaler.scale
             optimizer.num_accumulated = batch.accumulation
 
@@ -212,6 +213,9 @@ class Engine(Getters, nn.Module):
         assert self.optimizer is not None
         return not self._no_sync and (self.optimizer.policy.gradients or self.is_gradient_accumulation_boundary())
 
+    def _plain_backward(self, begins: bool) -> None:
+        self.events.emit(Event.BEFORE_BACKWARD if begins else Event.AFTER_BACKWARD, self)
+
     def _carried_scale(self) -> float:
         """Asked when a backward begins: what its loss was multiplied by."""
         if CARRIED.scale is None and self.loss_scaler.scale != 1.0 and not self._warned:
@@ -245,6 +249,7 @@ class Engine(Getters, nn.Module):
             self.optimizer.close()
             # They lead back here: without them the model goes with its last name, and not some time later.
             self.optimizer.reduce_now = self.optimizer.carried_scale = _closed
+            self.optimizer.notify = lambda begins: None
         self._destroyed = True
 
     def _check_alive(self) -> None:

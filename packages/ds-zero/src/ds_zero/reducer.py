@@ -64,6 +64,8 @@ class Reducer:
         wants_reduction: asked when a round opens: does this backward reduce, or only collect?
         factor: what gradients are multiplied by as they are taken: of the running backward (True), or written
             into `.grad` by hand (False).
+        notify: told when a backward that nobody announced (by `round`) is first seen here (True) and has ended
+            (False).
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class Reducer:
         overlap: bool,
         wants_reduction: Callable[[], bool],
         factor: Callable[[bool], float],
+        notify: Callable[[bool], None] = lambda running: None,
     ):
         self._comm, self._overlap = comm, overlap
-        self._wants_reduction, self._ask_factor = wants_reduction, factor
+        self._wants_reduction, self._ask_factor, self._notify = wants_reduction, factor, notify
         self.groups: list[ShardGroup] = []
         self.used: set[tuple[int, int]] = set()
         """Group and slot of every parameter that got a gradient here since `clear`."""
@@ -156,10 +159,12 @@ class Reducer:
             running = _Running()
             self._running = weakref.ref(running)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
+            self._notify(True)
 
     def _end(self, running: _Running) -> None:
         self._running = lambda: None
         self.close_round()
+        self._notify(False)
 
     @property
     def _is_alone(self) -> bool:
@@ -207,15 +212,16 @@ class Reducer:
             self.collect_strays()
         self._held = True
         try:
-            yield
-        except BaseException:
-            self.clear()
-            raise
+            try:
+                yield
+            except BaseException:
+                self.clear()
+                raise
+            if not self._open:  # no gradient came; the other ranks may have some
+                self._begin()
+            self.close_round()
         finally:
             self._held = False
-        if not self._open:  # no gradient came; the other ranks may have some
-            self._begin()
-        self.close_round()
 
     def close_round(self) -> None:
         """Ends the round: sends what is left, in order. Without a round, nothing."""

@@ -115,6 +115,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What losses were multiplied by; gradients are divided by it."""
         self.carried_scale: Callable[[], float] = lambda: self.loss_scale
         """Asked when a backward begins: what its own loss was multiplied by. It may be another engine's."""
+        self.notify: Callable[[bool], None] = lambda running: None
+        """Told when a backward that nobody announced is first seen (True) and has ended (False)."""
         self._divisor = comm.world if average else 1
         self._pool = BufferPool()
         self.reducer = Reducer(
@@ -122,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bool(config.overlap_comm),
             lambda: self.reduce_now(),
             lambda running: self.loss_scale / (self.carried_scale() if running else 1.0),
+            lambda running: self.notify(running),
         )
         self._names = {id(p): name for name, p in named_parameters}
         self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
