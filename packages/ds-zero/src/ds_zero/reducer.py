@@ -167,14 +167,14 @@ class Reducer:
         self._notify(False)
 
     @property
-    def _is_alone(self) -> bool:
-        """See Note [Several engines]."""
+    def is_alone(self) -> bool:
+        """No other reducer sends on this communicator: see Note [Several engines]."""
         return self._comm.world == 1 or self._line.num_reducers == 1
 
     def _begin(self) -> None:
         self._factor = self._ask_factor(True)
         self._open, self._next = True, 0
-        self._reducing = (self._held or self._is_alone) and self._wants_reduction()
+        self._reducing = (self._held or self.is_alone) and self._wants_reduction()
         self._missing = [sum(p.requires_grad for p in group.parameters) for group in self.groups]
         self._seen = set()
         self._again = set()
@@ -260,7 +260,7 @@ class Reducer:
             self.num_reductions += 1
             for number in range(len(self.groups)):
                 self._send(number)
-            if self._is_alone and not self._agreed:  # as the ranks do that reduced in a round
+            if self.is_alone and not self._agreed:  # as the ranks do that reduced in a round
                 self._agree()
         for group in self.groups:
             group.finish_reduction()
@@ -268,7 +268,7 @@ class Reducer:
     def _is_unfinished(self) -> bool:
         """Gradients were not sent. Alone, this rank knows of all; beside others, any rank may hold some."""
         unfinished = self.num_reductions == 0 or any(group.has_local for group in self.groups)
-        if self._is_alone:
+        if self.is_alone:
             return unfinished
         anywhere = torch.full((1,), float(unfinished), device=self.groups[0].device)
         self._comm.all_reduce(anywhere, ReduceOp.MAX)
