@@ -74,7 +74,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """
     owner = _owner(param)
     if owner is None:
-        return param.detach().float()
+        return param.detach().float().clone()
     owner.group.reclaim()
     return _assemble(owner, param, lambda piece: piece.tensor)
 
