@@ -367,7 +367,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def adopt_values(self) -> None:
         """Takes what was written into the parameters from outside as the new values to update."""
         for group in self.groups:
-            group.adopt(0, group.shard.numel())
+            if group.master is not group.shard:
+                group.master.copy_(group.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, reduced or not. `step` has done it already."""
