@@ -212,16 +212,27 @@ class Spare(nn.Module):
         return self.used(x)
 
 
-def gradient_of_unused(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The unused layer's weight after a step for which its gradient was set to one; and what SGD makes of it."""
+def gradient_of_unused(stage: int, beside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unused layer's weight after a step for which its gradient was set to one; and what SGD makes of it.
+
+    `beside`: another engine is there, and backward is the loss's own.
+    """
+    other = nn.Linear(2, 2)
+    another = start(other, torch.optim.SGD(other.parameters(), lr=0.1), stage) if beside else None
     model = Spare()
     expected = model.spare.weight.detach() - 0.1
     engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
     for _ in range(ACCUMULATION):
-        engine.backward(engine(torch.ones(2, 4)).sum())
+        loss = engine(torch.ones(2, 4)).sum()
+        if beside:
+            loss.backward()
+        else:
+            engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():
             ds_zero.safe_set_full_grad(model.spare.weight, torch.ones(3, 4))
         engine.step()
     found = weights_of(model)["spare.weight"]
     engine.destroy()
+    if another is not None:
+        another.destroy()
     return found, expected

@@ -75,9 +75,17 @@ def in_turn(networks: Networks, rank: int, step: int) -> torch.Tensor:
     return parts[order[0]] + parts[order[1]]
 
 
+def skipping(networks: Networks, rank: int, step: int) -> torch.Tensor:
+    """Two networks side by side; odd ranks leave out one of them, in turn."""
+    _, real = samples(rank, step)
+    used = (0, 1) if rank % 2 == 0 else (step % 2,)
+    return torch.stack([through(networks[index], real).square().mean() * (index + 1) for index in used]).sum()
+
+
 LOSSES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], Callable[..., torch.Tensor]]] = {
     "spanning": (networks, spanning),
     "in turn": (twins, in_turn),
+    "skipping": (twins, skipping),
 }
 
 
@@ -124,15 +132,31 @@ def _joint(kind: str, setting: Setting) -> tuple[Values, Values]:
     return gradients, weights
 
 
-def joint_or_refused(kind: str, settings: list[Setting]) -> list[tuple[str, Values, Values]]:
-    """The same, with the error that was raised instead, if any."""
-    found = []
-    for setting in settings:
-        try:
-            found.append(("", *_joint(kind, setting)))
-        except Exception as error:
-            found.append((f"{type(error).__name__}: {error}", {}, {}))
-    return found
+def one_rests(setting: Setting) -> Values:
+    """On a rank: weights of an engine beside an idle one, whose last step rank 1 takes without a backward."""
+    models = twins()
+    engine, idle = _engines(models, setting)
+    for step in range(STEPS):
+        if step < STEPS - 1 or engine.global_rank == 0:
+            loss = through(engine, samples(engine.global_rank, step)[1]).square().mean()
+            loss.backward() if setting.backward == "plain" else engine.backward(loss)
+        engine.step()
+    weights = {name: ds_zero.safe_get_full_fp32_param(p) for name, p in models[0].named_parameters()}
+    engine.destroy()
+    idle.destroy()
+    return weights
+
+
+def one_rests_reference(world: int) -> Values:
+    """Plain PyTorch: what rank 1 left out counts as zero."""
+    model = twins()[0]
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world if step < STEPS - 1 else 1):
+            (through(model, samples(rank, step)[1]).square().mean() / world).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def joint_reference(kind: str, world: int) -> tuple[Values, Values]:

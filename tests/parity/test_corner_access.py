@@ -47,10 +47,11 @@ def test_gradient_in_mid_accumulation(ranks: Callable[[int], RankPool], stage: i
                 assert {n: float(p) for n, p in pieces.items()} == pytest.approx(squares, rel=1e-5)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradient_set_for_an_unused_parameter(ranks: Callable[[int], RankPool], stage: int) -> None:
+def test_gradient_set_for_an_unused_parameter(ranks: Callable[[int], RankPool], stage: int, beside: bool) -> None:
     """A gradient that is set is a gradient, though backward gave none: the step takes it."""
-    for found, expected in ranks(2).run(gradient_of_unused, stage):
+    for found, expected in ranks(2).run(gradient_of_unused, stage, beside):
         assert distance(found, expected) <= 1e-6
 
 

@@ -16,8 +16,9 @@ from parity.corner_engines import (
     adversaries,
     adversaries_reference,
     joint,
-    joint_or_refused,
     joint_reference,
+    one_rests,
+    one_rests_reference,
 )
 from parity.problem import distance
 from testing import RankPool
@@ -79,15 +80,27 @@ def test_adversaries(
     report(f"GAN, {' with '.join(pair)}, {backward}", world, 3, None, None, worst)
 
 
-def test_engines_called_in_another_order_by_rank(ranks: Callable[[int], RankPool]) -> None:
-    """Two engines of one shape: their gradients are not taken for each other's. Right, or refused; not silent."""
-    gradients, weights = joint_reference("in turn", 2)
-    settings = [Setting(stage=stage) for stage in (0, 1, 2)]
-    for found in ranks(2).run(joint_or_refused, "in turn", settings):
-        for setting, (message, ours, final) in zip(settings, found):
-            if message:
-                assert message.startswith(("ZeroError", "CommError")) and "order" in message, message
-                continue
-            for name in gradients:
-                assert distance(ours[name], gradients[name]) <= 1e-6, (setting, name)
-                assert distance(final[name], weights[name]) <= 1e-6, (setting, name)
+@pytest.mark.parametrize("backward", ["plain", "first", "second"])
+@pytest.mark.parametrize("kind", ["in turn", "skipping"])
+def test_engines_used_differently_by_rank(
+    ranks: Callable[[int], RankPool], report: Callable[..., None], kind: str, backward: str
+) -> None:
+    """Two engines of one shape, called in another order or left out on some ranks: gradients stay their own."""
+    gradients, weights = joint_reference(kind, 2)
+    settings = [Setting(stage=stage, backward=backward) for stage in (0, 1, 2)]
+    worst = [0.0, 0.0]
+    for found in ranks(2).run(joint, kind, settings):
+        for setting, (ours, final) in zip(settings, found):
+            far = [max(distance(a[n], b[n]) for n in b) for a, b in ((ours, gradients), (final, weights))]
+            assert max(far) <= 1e-6, f"{setting}: gradients, weights differ by {far}"
+            worst = list(map(max, worst, far))
+    report(f"two engines {kind}, {backward}", 2, 3, None, *worst)
+
+
+@pytest.mark.parametrize("backward", ["plain", "engine"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_without_a_backward(ranks: Callable[[int], RankPool], stage: int, backward: str) -> None:
+    """Beside another engine, too, it counts as a gradient of zero."""
+    theirs = one_rests_reference(2)
+    for ours in ranks(2).run(one_rests, Setting(stage=stage, backward=backward)):
+        assert max(distance(ours[n], w) for n, w in theirs.items()) <= 1e-6

@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adafactor": ("Adafactor", {"lr": 1e-2}),
     "Muon": ("Muon", {"lr": 1e-2, "weight_decay": 0.02}),
     "Lamb": ("Lamb", {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.02}),
+    "Lamb, limited": ("Lamb", {"lr": 1e-2, "eps": 1e-2, "max_grad_norm": 0.01}),
 }
 LOOSE = {"Muon": 1e-3}  # it orthogonalises in bf16
 
@@ -181,6 +182,12 @@ OPTIONS: dict[str, Option] = {
     "accumulate in bf16": Option({}, {"data_types": {"grad_accum_dtype": "bf16"}}, tolerance=3e-2),
     "torch_autocast": Option(
         {}, {"torch_autocast": {"enabled": True}}, Problem(loss=in_autocast, arguments=ADAM), tolerance=2e-2
+    ),
+    "torch_autocast fp16": Option(  # without its loss scale most gradients of so small a loss are zero in float16
+        {},
+        {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": 2.0**20}},
+        Problem(loss=partial(times, 1e-6), arguments=ADAM),
+        tolerance=2e-3,
     ),
     "no masters": Option(
         {},

@@ -196,10 +196,10 @@ def test_what_is_no_optimizer(optimizer: Any, words: str, start: Start) -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"optimizer": {"type": "Adaam"}}, "got 'Adaam': did you mean 'Adam'?"),
-        ({"optimizer": {"type": "Adam", "params": {"lrr": 1}}}, "got 'lrr': did you mean 'lr'?"),
-        ({"scheduler": {"type": "WarmUpLRs"}}, "got 'WarmUpLRs': did you mean 'WarmupLR'?"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "got 'warmup': did you mean 'warmup_"),
+        ({"optimizer": {"type": "Adaam"}}, "got 'Adaam' (did you mean 'Adam'?)"),
+        ({"optimizer": {"type": "Adam", "params": {"lrr": 1}}}, "got 'lrr' (did you mean 'lr'?)"),
+        ({"scheduler": {"type": "WarmUpLRs"}}, "got 'WarmUpLRs' (did you mean 'WarmupLR'?)"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "got 'warmup' (did you mean 'warmup_"),
     ],
 )
 def test_unknown_names_in_a_section(section: dict[str, Any], words: str, start: Start) -> None:

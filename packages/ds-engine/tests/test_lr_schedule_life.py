@@ -21,6 +21,8 @@ from ds_engine.lr_schedules import (
     WarmupLR,
     build_scheduler,
 )
+from testing.optimizers import lrs_of, momenta_of
+from testing.optimizers import scheduled as optimizer
 
 SMALL: dict[str, dict[str, Any]] = {
     "LRRangeTest": {"lr_range_test_step_size": 3},
@@ -36,21 +38,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 5, "warmup_min_ratio": 0.2},
 }
 """A short schedule of every kind."""
-
-
-def optimizer(*lrs: float, kind: str = "Adam") -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (0.1,)]
-    if kind == "Adam":
-        return torch.optim.Adam(groups, betas=(0.88, 0.99))
-    return torch.optim.SGD(groups, momentum=0.7)
-
-
-def lrs_of(optimizer: Any) -> list[float]:
-    return [group["lr"] for group in optimizer.param_groups]
-
-
-def momenta_of(optimizer: Any) -> list[float]:
-    return [group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups]
 
 
 # Life cycle

@@ -23,23 +23,10 @@ from ds_engine.lr_schedules import (
     WarmupLR,
     build_scheduler,
 )
+from testing.optimizers import lrs_of, momenta_of
+from testing.optimizers import scheduled as optimizer
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "lr_schedules.json").read_text())["cases"]
-
-
-def optimizer(*lrs: float, kind: str = "Adam") -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (0.1,)]
-    if kind == "Adam":
-        return torch.optim.Adam(groups, betas=(0.88, 0.99))
-    return torch.optim.SGD(groups, momentum=0.7)
-
-
-def lrs_of(optimizer: Any) -> list[float]:
-    return [group["lr"] for group in optimizer.param_groups]
-
-
-def momenta_of(optimizer: Any) -> list[float]:
-    return [group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups]
 
 
 def trace(schedule: Schedule, num_steps: int) -> list[float]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ds_engine.optim_lamb import Lamb
 from ds_engine.optim_lion import Lion
 from ds_engine.optimizers import build_optimizer, elementwise
+from testing.optimizers import assert_same, parameters, run
 
 TORCH_NAMES = sorted(
     name
@@ -37,28 +38,6 @@ ELEMENTWISE = {
     )
 }
 ADAMS = ["Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam"]
-
-
-def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in [(3, 4), (5, 2)]]
-
-
-def set_grads(params: list[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for param in params:
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
-
-
-def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], num_steps: int = 5) -> None:
-    for step in range(num_steps):
-        set_grads(params, step)
-        optimizer.step()
-
-
-def assert_same(ours: list[torch.nn.Parameter], theirs: list[Any]) -> None:
-    for mine, other in zip(ours, theirs):
-        torch.testing.assert_close(mine.detach(), other.detach())
 
 
 # By name

@@ -34,8 +34,8 @@ class Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def lines(num_steps: int, **config: Any) -> list[str]:
-    """What a rank's engine logs in so many steps of two micro-batches."""
+def lines(num_steps: int, plain: bool = False, **config: Any) -> list[str]:
+    """What a rank's engine logs in so many steps of two micro-batches, by engine.backward or the loss's own."""
     logger, notes = logging.getLogger("ds_engine"), Notes()
     level = logger.level
     logger.addHandler(notes)
@@ -52,7 +52,11 @@ def lines(num_steps: int, **config: Any) -> list[str]:
         )
         notes.lines.clear()
         for _ in range(2 * num_steps):
-            engine.backward(engine(torch.ones(1, 4)).sum())
+            loss = engine(torch.ones(1, 4)).sum()
+            if plain:
+                loss.backward()
+            else:
+                engine.backward(loss)
             engine.step()
         engine.destroy()
     finally:
@@ -83,11 +87,13 @@ def test_the_wall_clock_breakdown(ranks: Ranks) -> None:
     assert sum(float(part) for match in times for part in match.groups()) > 0
 
 
-def test_times_are_of_one_step(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_times_are_of_one_step(plain: bool, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that ticks once a look: a micro-batch's parts take a tick each, a step's two ticks, the step one."""
     ticks = iter(range(10_000))
     monkeypatch.setattr("ds_engine.progress.WallClock._now", lambda self: next(ticks))
-    found = [match for line in lines(4, steps_per_print=2, wall_clock_breakdown=True) if (match := TIMES.match(line))]
+    printed = lines(4, plain, steps_per_print=2, wall_clock_breakdown=True)
+    found = [match for line in printed if (match := TIMES.match(line))]
     assert [match.groups() for match in found] == [("2000.0", "2000.0", "1000.0")] * 2
 
 

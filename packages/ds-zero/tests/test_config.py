@@ -49,9 +49,10 @@ DOCUMENTED: dict[str, Any] = {
     "override_module_apply": True,
     "grad_hooks": True,
     "log_trace_cache_warnings": False,
+    "zenflow": None,
 }
-"""Key and default, from DeepSpeed's API reference 5.1.1 and configuration reference. `overlap_comm` depends on
-the stage, so None."""
+"""Key and default, from DeepSpeed's API reference 5.1.1, configuration reference and tutorials. `overlap_comm`
+depends on the stage, so None."""
 
 OFFLOAD_PARAM = {
     "device": "none",
@@ -160,6 +161,10 @@ def test_the_reference_s_defaults_are_taken_or_refused(section: str, stage: int)
         else:
             found = getattr(getattr(load({"stage": stage, section: {key: default}}), section), key)
             assert (str(found) if key == "nvme_path" else found) == default
+
+
+def test_zenflow_is_known_and_refused() -> None:
+    assert "zenflow is not available in this version" in complaint({"zenflow": {"topk_ratio": 0.05}})
 
 
 def test_fields_are_documented_and_the_documentation_names_the_default() -> None:

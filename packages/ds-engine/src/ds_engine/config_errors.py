@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-
-def nearest(name: str, known: list[str]) -> str:
-    """ " (did you mean 'x'?)", or nothing where no known name is near."""
-    by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
+from ds_engine.names import did_you_mean
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -26,7 +20,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             key = str(complaint["loc"][-1])
             where = ".".join(str(part) for part in complaint["loc"][:-1]) or "the configuration"
             lines.append(
-                f"{where} has no key {key!r}{nearest(key, known)}; correct or remove it. Known: {', '.join(known)}"
+                f"{where} has no key {key!r}{did_you_mean(key, known)}; correct or remove it. Known: {', '.join(known)}"
             )
         elif complaint["type"] == "value_error":
             message = complaint["msg"].removeprefix("Value error, ")

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -17,6 +16,7 @@ from ds_engine.config import DTYPES, Config
 from ds_engine.dataloader import DistributedLoader
 from ds_engine.errors import ConfigError, EngineError
 from ds_engine.events import Event, Events
+from ds_engine.getters import Getters
 from ds_engine.precision import LossScaler
 from ds_engine.progress import logger
 from ds_engine.scaling import CARRIED
@@ -27,7 +27,7 @@ def _closed() -> NoReturn:
     raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
 
 
-class Engine(nn.Module):
+class Engine(Getters, nn.Module):
     """Trains one model. Made by `initialize`.
 
     A micro-batch is `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`; every
@@ -75,6 +75,8 @@ class Engine(nn.Module):
         if optimizer is not None:
             optimizer.reduce_now = self._reduces_now
             optimizer.carried_scale = self._carried_scale
+            optimizer.notify = self._plain_backward
+            optimizer.reducer.on_broken = self._start_over
             optimizer.loss_scale = loss_scaler.scale
             optimizer.num_accumulated = batch.accumulation
 
@@ -117,7 +119,7 @@ class Engine(nn.Module):
             The loss as it was given.
 
         Where it fails, all gradients of the step are forgotten, those of earlier micro-batches too: the step
-        begins anew with the next backward.
+        begins anew with the next backward. So it does after a `loss.backward()` that failed.
 
         Raises:
             EngineError: the loss is not a scalar, or carries no gradient.
@@ -132,10 +134,11 @@ class Engine(nn.Module):
                 "engine's output, outside torch.no_grad()"
             )
         self.events.emit(Event.BEFORE_BACKWARD, self)
-        factor = self.loss_scaler.scale * (1.0 if scale_wrt_gas else self._batch.accumulation)
-        scaled = loss if factor == 1.0 else loss * factor
+        scale = self.loss_scaler.scale
+        scaled = loss if scale == 1.0 else loss * scale
         optimizer = self.optimizer
-        with CARRIED.set(self.loss_scaler.scale):
+        # What was divided by the micro-batches already carries so much less.
+        with CARRIED.set(scale if scale_wrt_gas else scale / self._batch.accumulation):
             if optimizer is None:
                 scaled.backward(retain_graph=retain_graph)
             else:
@@ -143,7 +146,7 @@ class Engine(nn.Module):
                     with optimizer.reducer.round():
                         scaled.backward(retain_graph=retain_graph)
                 except BaseException:
-                    self._collected = 0
+                    self._start_over()
                     raise
         self.events.emit(Event.AFTER_BACKWARD, self)
         return loss
@@ -152,7 +155,8 @@ class Engine(nn.Module):
         """Counts a micro-batch; at the accumulation boundary updates the parameters and the learning rate.
 
         A rank that ran no backward in the whole step counts as a gradient of zero; where none did, parameters
-        stay as they are. Under stage 2 every backward is collective: ranks run equally many.
+        stay as they are. Backwards that reduce are collective (under stage 2 all of them, else that of the
+        boundary), as with several engines every `engine.backward` is: ranks run equally many.
 
         Args:
             lr_kwargs: arguments for the scheduler's step. Default: none.
@@ -177,12 +181,12 @@ class Engine(nn.Module):
 
     def _step(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
         self.events.emit(Event.BOUNDARY, self)
-        fp16 = self.config.fp16.enabled
-        report = optimizer.step(max_norm=self.config.gradient_clipping, skip_nonfinite=fp16)
+        scaler = self.loss_scaler
+        report = optimizer.step(max_norm=self.config.gradient_clipping, skip_nonfinite=scaler.active)
         self._grad_norm, self._applied = report.grad_norm, report.applied
-        if fp16:
-            self.loss_scaler.update(overflow=not report.applied)
-            optimizer.loss_scale = self.loss_scaler.scale
+        if scaler.active:
+            scaler.update(overflow=not report.applied)
+            optimizer.loss_scale = scaler.scale
         if report.applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -211,6 +215,12 @@ class Engine(nn.Module):
         """Asked when a backward begins: sharded gradients are reduced in each, others at the boundary."""
         assert self.optimizer is not None
         return not self._no_sync and (self.optimizer.policy.gradients or self.is_gradient_accumulation_boundary())
+
+    def _start_over(self) -> None:
+        self._collected = 0
+
+    def _plain_backward(self, begins: bool) -> None:
+        self.events.emit(Event.BEFORE_BACKWARD if begins else Event.AFTER_BACKWARD, self)
 
     def _carried_scale(self) -> float:
         """Asked when a backward begins: what its loss was multiplied by."""
@@ -245,29 +255,13 @@ class Engine(nn.Module):
             self.optimizer.close()
             # They lead back here: without them the model goes with its last name, and not some time later.
             self.optimizer.reduce_now = self.optimizer.carried_scale = _closed
+            self.optimizer.notify = lambda begins: None
+            self.optimizer.reducer.on_broken = lambda: None
         self._destroyed = True
 
     def _check_alive(self) -> None:
         if self._destroyed:
             _closed()
-
-    # What the engine is
-
-    def train_batch_size(self) -> int:
-        """Samples a step takes in all."""
-        return self._batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a rank takes in one forward pass."""
-        return self._batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
-        return self._batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Train batch, micro-batch, accumulation."""
-        return self._batch.train, self._batch.micro, self._batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of micro-batches a step, so that a step takes `train_batch_size` samples.
@@ -288,97 +282,6 @@ class Engine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the samples of a micro-batch; accumulation stays."""
         self._batch = BatchSizes.solve(None, micro_batch_size, self._batch.accumulation, self.dp_world_size)
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self._param_groups() if "lr" in group]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of every parameter group: `betas`, or `momentum`."""
-        return [group.get("betas", group.get("momentum")) for group in self._param_groups()]
-
-    def _param_groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm over all ranks of the last step's averaged gradient, before clipping; None before a step."""
-        return None if self._grad_norm is None else float(self._grad_norm)
-
-    def was_step_applied(self) -> bool:
-        """The last boundary updated the parameters (it is left out where fp16 gradients overflow)."""
-        return self._applied
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by: 1 unless in fp16."""
-        return self.loss_scaler.scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The same, by its older name."""
-        return self.loss_scaler.scale
-
-    def dynamic_loss_scale(self) -> bool:
-        """The loss scale adapts."""
-        return self.loss_scaler.dynamic
-
-    def gradient_clipping(self) -> float:
-        """Largest 2-norm of the gradient; 0 does not clip."""
-        return self.config.gradient_clipping
-
-    def fp16_enabled(self) -> bool:
-        """Training is in float16."""
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Training is in bfloat16."""
-        return self.config.bf16.enabled
-
-    def zero_optimization(self) -> bool:
-        """Any state is sharded."""
-        return self.config.zero_optimization.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.config.zero_optimization.stage
-
-    def steps_per_print(self) -> int:
-        """Steps between progress lines; 0 prints none."""
-        return self.config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Forward, backward and step are timed."""
-        return self.config.wall_clock_breakdown
-
-    def optimizer_name(self) -> str | None:
-        """The configured optimizer's name; None for a client's."""
-        return self.config.optimizer.type if self.config.optimizer else None
-
-    def scheduler_name(self) -> str | None:
-        """The configured scheduler's name; None for a client's."""
-        return self.config.scheduler.type if self.config.scheduler else None
-
-    @property
-    def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.comm.world
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return dist.get_world_size()
-
-    @property
-    def global_rank(self) -> int:
-        """This rank among all."""
-        return dist.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        """This rank on its machine."""
-        from ds_comm import get_local_rank
-
-        return get_local_rank()
 
     def deepspeed_io(
         self,
@@ -422,6 +325,9 @@ class Engine(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """The model's own, and the masters follow. Every rank loads the same values.
+
+        What is loaded is all there is: digits that a master had beyond its parameter's precision are of the values
+        that are gone.
 
         Raises:
             EngineError: `assign` would put other parameters in the place of those that are trained.

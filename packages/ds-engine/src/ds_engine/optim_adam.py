@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ds_engine.optim_lion import at_least_zero, check_betas, gradients
+from ds_engine.optim_dense import DenseOptimizer, at_least_zero, check_betas
 
 
-class UncorrectedAdam(torch.optim.Optimizer):
+class UncorrectedAdam(DenseOptimizer):
     """Adam with its averages as they are, as BERT was trained: early steps are smaller.
 
     For a parameter w with gradient g and averages m and v, both 0 at first,
@@ -57,28 +56,9 @@ class UncorrectedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"adam_w_mode": adam_w_mode, "maximize": maximize})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one update. Returns the loss of `closure`, where one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._update(group, params)
-        return loss
-
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
-        grads = gradients(params, "Adam", group["maximize"])
-        for param in params:
-            if not self.state[param]:
-                for name in ("exp_avg", "exp_avg_sq"):
-                    self.state[param][name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        means = [self.state[param]["exp_avg"] for param in params]
-        squares = [self.state[param]["exp_avg_sq"] for param in params]
+        means, squares = self._states(params, "exp_avg", "exp_avg_sq")
         if group["weight_decay"] and group["adam_w_mode"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:

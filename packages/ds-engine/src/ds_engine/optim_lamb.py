@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ds_engine.optim_lion import at_least_zero, check_betas, gradients
+from ds_engine.optim_dense import DenseOptimizer, at_least_zero, check_betas
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(DenseOptimizer):
     """The LAMB optimizer.
 
     For a parameter w, with m and v Adam's averages of the gradient and of its square (bias-corrected),
@@ -84,42 +83,27 @@ class Lamb(torch.optim.Optimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one update. Returns the loss of `closure`, where one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        norm = self._grad_norm() if any(group["max_grad_norm"] for group in self.param_groups) else None
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._update(group, params, norm)
-        return loss
+    grad_norm: torch.Tensor | None = None
+    """2-norm of the gradients of all parameters, for one who knows more of them than this optimizer holds (ZeRO
+    sets it before each step). Default: computed."""
 
-    def _grad_norm(self) -> torch.Tensor:
-        """The norm of the gradients of all parameters together, in fp32."""
+    def _prepare(self) -> None:
+        self._norm = self.grad_norm
+        if self._norm is not None or not any(group["max_grad_norm"] for group in self.param_groups):
+            return
         params = [param for group in self.param_groups for param in group["params"]]
         grads = [param.grad.float() for param in params if param.grad is not None]
-        return torch.nn.utils.get_total_norm(grads)
+        self._norm = torch.nn.utils.get_total_norm(grads)
 
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor], norm: torch.Tensor | None) -> None:
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
-        grads = gradients(params, "LAMB", maximize=False)
-        if norm is not None and group["max_grad_norm"]:
-            scale = (group["max_grad_norm"] / norm).clamp(max=1.0)
+        if self._norm is not None and group["max_grad_norm"]:
+            scale = (group["max_grad_norm"] / self._norm).clamp(max=1.0)
             grads = [grad * scale.to(grad) for grad in grads]
+        means, squares = self._states(params, "exp_avg", "exp_avg_sq")
         for param in params:
-            if not self.state[param]:
-                self.state[param] = {
-                    "step": torch.zeros(()),  # on the CPU, where reading it waits for nothing
-                    "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-                }
-            self.state[param]["step"] += 1
-        means = [self.state[param]["exp_avg"] for param in params]
-        squares = [self.state[param]["exp_avg_sq"] for param in params]
+            step = self.state[param].setdefault("step", torch.zeros(()))  # on the CPU: reading it waits for nothing
+            step += 1
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
@@ -127,7 +111,7 @@ class Lamb(torch.optim.Optimizer):
             update = self._direction(group, param, mean, square)
             # The coefficient stays on the device: reading it would wait for the whole queue at every
             # parameter.
-            ratio = (_norm(param) / _norm(update)).clamp(group["min_coeff"], group["max_coeff"])
+            ratio = (_wide_norm(param) / _wide_norm(update)).clamp(group["min_coeff"], group["max_coeff"])
             coefficient = torch.where(param.any() & update.any(), ratio, torch.ones_like(ratio))
             param.sub_(update * (group["lr"] * coefficient))
 
@@ -146,5 +130,5 @@ class Lamb(torch.optim.Optimizer):
         return (mean / denominator).add_(param, alpha=group["weight_decay"])
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
+def _wide_norm(tensor: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ds_engine.names import did_you_mean
 from ds_engine.optim_adam import UncorrectedAdam
 from ds_engine.optim_lamb import Lamb
 from ds_engine.optim_lion import Lion
@@ -19,7 +19,8 @@ OptimizerType = type[torch.optim.Optimizer]
 
 # Names are compared in lower case.
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam")
-_OWN: dict[str, OptimizerType] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb}
+_LIONS = ("Lion", "FusedLion", "DeepSpeedCPULion", "CPULion")
+_OWN: dict[str, OptimizerType] = {**dict.fromkeys(_LIONS, Lion), "Lamb": Lamb, "FusedLamb": Lamb}
 _ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 _ADAM_SWITCHES = {
@@ -64,7 +65,7 @@ def build_optimizer(
       `torch.optim.Adam`: the decay is added to the gradient. With `torch_adam: true` the default weight decay
       is torch's, as in DeepSpeed. With `bias_correction: false` it is ds_engine's own `UncorrectedAdam`.
       `set_grad_none` and `fp32_optimizer_states` are taken with their defaults, which are what torch does.
-    - Lion, and Lamb or FusedLamb: `ds_engine`'s own.
+    - Lion, FusedLion, DeepSpeedCPULion, CPULion, and Lamb or FusedLamb: `ds_engine`'s own.
     - any class of `torch.optim`, with torch's parameters and defaults.
 
     Where torch has a fused kernel for the optimizer and the parameters' devices and dtypes, it is used,
@@ -86,6 +87,7 @@ def build_optimizer(
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind, params = _adam(known, params)
     _check_names(known, _accepted(kind), params)
+    _check_numbers(known, kind, params)
     build: Callable[..., torch.optim.Optimizer] = kind
     return build(groups, **params, **({"fused": True} if _may_fuse(kind, groups, params, dtype) else {}))
 
@@ -104,7 +106,9 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return declared
     kind = type(optimizer)
     base = next((each for each in kind.__mro__ if each in _ELEMENTWISE), None)
-    return base is not None and all(_same(kind, base, method) for method in ("step", "_init_group"))
+    return base is not None and all(
+        _same(kind, base, method) for method in ("step", "_init_group", "_prepare", "_update")
+    )
 
 
 def _group(member: torch.Tensor | dict[str, Any]) -> torch.Tensor | dict[str, Any]:
@@ -134,8 +138,8 @@ def _find(name: str) -> tuple[OptimizerType, str]:
     known = {each.lower(): each for each in itertools.chain(kinds, _ONE_BIT)}.get(str(name).lower())
     if known is None:
         raise ValueError(
-            f"optimizer type is one of {', '.join([*_ADAM, *_OWN])} or a class of torch.optim, got {name!r}: "
-            f"did you mean {_nearest(name, [*kinds, *_ONE_BIT])!r}?"
+            f"optimizer type is one of {', '.join([*_ADAM, *_OWN])} or a class of torch.optim, got {name!r}"
+            f"{did_you_mean(name, [*kinds, *_ONE_BIT])}; correct the name"
         )
     if known in _ONE_BIT:
         plain = "Lamb" if known == "OneBitLamb" else "Adam"
@@ -176,8 +180,19 @@ def _check_names(name: str, accepted: list[str], params: Mapping[str, Any]) -> N
     for key in params:
         if key not in accepted:
             raise ValueError(
-                f"optimizer {name} takes {', '.join(accepted)}, got {key!r}: did you mean {_nearest(key, accepted)!r}?"
+                f"optimizer {name} takes {', '.join(accepted)}, got {key!r}{did_you_mean(key, accepted)}; "
+                "correct or remove it"
             )
+
+
+def _check_numbers(name: str, kind: OptimizerType, params: Mapping[str, Any]) -> None:
+    """Text where a number belongs, as JSON from shell scripts and templates has it."""
+    for key, default in inspect.signature(kind.__init__).parameters.items():
+        value = params.get(key)
+        if isinstance(value, str) and isinstance(default.default, int | float | tuple):
+            mend = "fill it in (Hugging Face's integration does)" if value == "auto" else "write it without quotes"
+            wanted = "a list of numbers" if isinstance(default.default, tuple) else "a number"
+            raise ValueError(f"{key} of optimizer {name} is {wanted}, got {value!r}: {mend}")
 
 
 def _may_fuse(
@@ -190,6 +205,8 @@ def _may_fuse(
     asked = {"fused", "foreach", "differentiable"}
     if "fused" not in _accepted(kind) or asked & params.keys():
         return False
+    if kind is torch.optim.SGD and any(g.get("momentum") for g in (params, *groups) if isinstance(g, Mapping)):
+        return False  # torch 2.13's kernel fails where one parameter has momentum already and another has not
     members: list[Any] = []
     for group in groups:
         if not isinstance(group, dict):
@@ -219,8 +236,3 @@ def _has_fused(kind: OptimizerType, device: str, dtype: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return bool(param.detach().abs() > 0)
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    by_lower = {each.lower(): each for each in known}
-    return by_lower[difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.0)[0]]

@@ -63,7 +63,10 @@ class Bf16Config(BaseModel):
 
 
 class AutocastConfig(BaseModel):
-    """The `torch_autocast` section: fp32 parameters, operations cast by torch.autocast."""
+    """The `torch_autocast` section: fp32 parameters, operations cast by torch.autocast.
+
+    In float16 losses are scaled, by the numbers of the `fp16` section (which itself stays off).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -105,6 +108,8 @@ class LossScaler:
 
     def __init__(self, config: Fp16Config):
         self._config = config
+        self.active = config.enabled
+        """Losses are scaled, and a step whose gradients are not finite is left out."""
         self.dynamic = config.enabled and config.loss_scale == 0.0
         self.scale = 1.0
         if config.enabled:

@@ -107,6 +107,8 @@ class ZeroConfig(BaseModel):
     """Stage 3. Default: none."""
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Default: none."""
+    zenflow: dict[str, Any] | None = None
+    """Updates the most important gradients first; part of offloading. Default: none."""
     prefetch_bucket_size: int = Field(50_000_000, ge=0, alias="stage3_prefetch_bucket_size")
     """Stage 3. Default: 5e7."""
     param_persistence_threshold: int = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")
@@ -190,6 +192,8 @@ class ZeroConfig(BaseModel):
                     f"{name} belongs to stage 3, which is not available in this version: "
                     f"{name}={json.dumps(value)}; set it to {json.dumps(default)} or leave it out"
                 )
+        if self.zenflow is not None:
+            raise ValueError("zenflow is not available in this version; leave it out, or set it to null")
         for name in ("offload_param", "offload_optimizer"):
             section = getattr(self, name)
             if section is not None and section.device != "none":

@@ -14,11 +14,16 @@ again without agreement would leave the other ranks waiting.
 Note [Backward inside backward]: autograd calls back at the end of the innermost backward that runs. A round
 that a nested one opened would close with it, and ranks with another number of nested ones would lose step.
 So `watch` listens at the model's outputs, which the outermost backward reaches before anything nests in it.
+
+Note [Several engines]: a loss may pass through several engines, and through other parameters of each on another
+rank; no order of arrival, and no end of a backward, is then the same everywhere. So beside other reducers on one
+communicator, a reducer sends while it runs backward only where it was told that the backward is its own (`round`);
+what another's or a plain backward leaves with it waits for `finish`, which every rank calls in its program's order.
+A gradient that nobody asks for, as a discriminator's from its generator's loss, is so never sent.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +32,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_leaves
 
 from ds_comm import Communicator
 from ds_zero.errors import ZeroError
 from ds_zero.shard_group import ShardGroup
 
-# By communicator: numbers for what all the reducers on it send.
-_turns: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
+
+class _Line:
+    """What the reducers on one communicator share."""
+
+    def __init__(self) -> None:
+        self.num_reducers = 0  # not closed; one that was only dropped counts, as ranks drop it at different times
+        self.num_sent = 0  # groups, of all of them
+
+
+_lines: weakref.WeakKeyDictionary[Communicator, _Line] = weakref.WeakKeyDictionary()
 
 
 class _Running:
@@ -51,6 +63,8 @@ class Reducer:
         wants_reduction: asked when a round opens: does this backward reduce, or only collect?
         factor: what gradients are multiplied by as they are taken: of the running backward (True), or written
             into `.grad` by hand (False).
+        notify: told when a backward that nobody announced (by `round`) is first seen here (True) and has ended
+            (False).
     """
 
     def __init__(
@@ -59,17 +73,20 @@ class Reducer:
         overlap: bool,
         wants_reduction: Callable[[], bool],
         factor: Callable[[bool], float],
+        notify: Callable[[bool], None] = lambda running: None,
     ):
         self._comm, self._overlap = comm, overlap
-        self._wants_reduction, self._ask_factor = wants_reduction, factor
+        self._wants_reduction, self._ask_factor, self._notify = wants_reduction, factor, notify
         self.groups: list[ShardGroup] = []
         self.used: set[tuple[int, int]] = set()
         """Group and slot of every parameter that got a gradient here since `clear`."""
         self.num_reductions = 0
         """Rounds that reduced since `clear`."""
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called when the gradients of a backward that broke off are forgotten, with all that came before it."""
         self.order = 0
         """A fingerprint of when groups were sent since `clear`, among all that was sent on `comm`."""
-        self._turns = _turns.setdefault(comm, itertools.count())
+        self._line = _lines.setdefault(comm, _Line())
         self._held = False  # whoever runs backward closes the round; else autograd's end does
         self._running: Callable[[], _Running | None] = lambda: None  # the backward whose end closes the round
         self._factor = 1.0
@@ -86,6 +103,7 @@ class Reducer:
         """Takes over a group's gradients. The same groups in the same order on every rank."""
         me = weakref.ref(self)
         number = len(self.groups)
+        self._line.num_reducers += number == 0
         self.groups.append(group)
         for slot, parameter in enumerate(group.parameters):
 
@@ -102,8 +120,7 @@ class Reducer:
         if gradient is None:
             return
         if not self._held:
-            if self.is_stale:
-                self.clear()
+            self.drop_stale()
             self._follow()
         if not self._open:
             self._begin()
@@ -142,15 +159,22 @@ class Reducer:
             running = _Running()
             self._running = weakref.ref(running)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, running))
+            self._notify(True)
 
     def _end(self, running: _Running) -> None:
         self._running = lambda: None
         self.close_round()
+        self._notify(False)
+
+    @property
+    def is_alone(self) -> bool:
+        """No other reducer sends on this communicator: see Note [Several engines]."""
+        return self._comm.world == 1 or self._line.num_reducers == 1
 
     def _begin(self) -> None:
         self._factor = self._ask_factor(True)
         self._open, self._next = True, 0
-        self._reducing = self._wants_reduction()
+        self._reducing = (self._held or self.is_alone) and self._wants_reduction()
         self._missing = [sum(p.requires_grad for p in group.parameters) for group in self.groups]
         self._seen = set()
         self._again = set()
@@ -161,7 +185,8 @@ class Reducer:
             self._next += 1
 
     def _send(self, number: int) -> None:
-        self.order = (self.order * 31 + next(self._turns)) % 65521
+        self.order = (self.order * 31 + self._line.num_sent) % 65521
+        self._line.num_sent += 1
         self.groups[number].start_reduction(async_op=self._overlap)
 
     def _surprise(self, number: int, slot: int) -> None:
@@ -181,21 +206,21 @@ class Reducer:
 
         Where it fails, its gradients are forgotten.
         """
-        if self.is_stale:
-            self.clear()
+        self.drop_stale()
         if self._ask_factor(False) != 1.0:  # autograd would add to what was written by hand, at another scale
             self.collect_strays()
         self._held = True
         try:
-            yield
-        except BaseException:
-            self.clear()
-            raise
+            try:
+                yield
+            except BaseException:
+                self.clear()
+                raise
+            if not self._open:  # no gradient came; the other ranks may have some
+                self._begin()
+            self.close_round()
         finally:
             self._held = False
-        if not self._open:  # no gradient came; the other ranks may have some
-            self._begin()
-        self.close_round()
 
     def close_round(self) -> None:
         """Ends the round: sends what is left, in order. Without a round, nothing."""
@@ -214,14 +239,8 @@ class Reducer:
 
     def _agree(self) -> None:
         self._agreed = True
-        if self._comm.world == 1:
-            late = sorted(self._again)
-        else:
-            device = self.groups[0].device
-            flags = torch.zeros(len(self.groups), device=device)
-            flags[sorted(self._again)] = 1.0
-            self._comm.all_reduce(flags, ReduceOp.MAX)
-            late = flags.nonzero().flatten().tolist()
+        flags = self._anywhere([number in self._again for number in range(len(self.groups))])
+        late = [number for number, flag in enumerate(flags) if flag]
         for number in late:
             self._send(number)
         self._late.update(late)
@@ -230,14 +249,32 @@ class Reducer:
         """Everything collected since `clear` is reduced and has arrived, on every rank. Collective."""
         self.collect_strays()
         self.close_round()
-        if self.num_reductions == 0 or any(group.has_local for group in self.groups):
-            self.num_reductions += 1
-            for number in range(len(self.groups)):
-                self._send(number)
-            if not self._agreed:  # as the ranks do that reduced in a round
+        if self.num_reductions == 0:
+            self._send_all()
+            if self.is_alone and not self._agreed:  # as the ranks do that reduced in a round
                 self._agree()
+        if self._have_local():
+            self._send_all()
         for group in self.groups:
             group.finish_reduction()
+
+    def _send_all(self) -> None:
+        self.num_reductions += 1
+        for number in range(len(self.groups)):
+            self._send(number)
+
+    def _have_local(self) -> bool:
+        """Gradients came after the last sending. Alone, ranks have them alike; beside others, any rank may."""
+        here = any(group.has_local for group in self.groups)
+        return here if self.is_alone else self._anywhere([here])[0]
+
+    def _anywhere(self, flags: list[bool]) -> list[bool]:
+        """Which flags are set on any rank. Collective."""
+        if self._comm.world == 1:
+            return flags
+        counts = torch.tensor(flags, dtype=torch.float32).to(self.groups[0].device)
+        self._comm.all_reduce(counts)
+        return [count > 0 for count in counts.tolist()]
 
     def collect_strays(self) -> None:
         """Takes gradients that someone put into `.grad` by hand."""
@@ -253,6 +290,12 @@ class Reducer:
         """A round is open though its backward has ended: it was broken off by an exception."""
         return self._open and not self._held and self._running() is None
 
+    def drop_stale(self) -> None:
+        """Forgets all gradients if a backward was broken off."""
+        if self.is_stale:
+            self.clear()
+            self.on_broken()
+
     def clear(self) -> None:
         """Forgets all gradients; the next ones start afresh."""
         self._open = False
@@ -263,6 +306,8 @@ class Reducer:
 
     def close(self) -> None:
         """Takes the hooks off."""
+        if self._hooks:
+            self._line.num_reducers -= 1
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

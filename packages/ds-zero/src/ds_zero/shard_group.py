@@ -128,11 +128,15 @@ class ShardGroup:
                 self._lay(number)
             self._seen[number] = (parameter.data_ptr(), parameter._version)
             for piece in self.pieces:
-                if piece.slot == number and self.master is not self.shard:
-                    interval = slice(piece.start, piece.start + piece.spec.numel)
-                    master, value = self.master[interval], self.shard[interval]
-                    # Where nothing was written the master keeps its digits.
-                    master.copy_(torch.where(master.to(value.dtype) == value, master, value))
+                if piece.slot == number:
+                    self.adopt(piece.start, piece.start + piece.spec.numel)
+
+    @torch.no_grad()
+    def adopt(self, start: int, stop: int) -> None:
+        """Takes the values of this part of the shard for its masters, which keep their digits where they agree."""
+        if self.master is not self.shard:
+            master, value = self.master[start:stop], self.shard[start:stop]
+            master.copy_(torch.where(master.to(value.dtype) == value, master, value))
 
     def _collect(self, dtype: torch.dtype) -> torch.Tensor:
         values = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)

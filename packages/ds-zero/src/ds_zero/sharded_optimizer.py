@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_comm import Communicator, ShardSpec
 from ds_zero.admission import check_optimizer, check_parameters
-from ds_zero.agreement import Agreement, agree
+from ds_zero.agreement import Agreement, agree, agree_on_parameters
 from ds_zero.buffers import BufferPool
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
@@ -69,7 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: the optimizer has no parameter that requires a gradient, or can't work on shards.
-        ZeroError: a parameter is complex, or another ShardedOptimizer holds it.
+        ZeroError: a parameter is complex, shares memory with another, or another ShardedOptimizer holds it; or
+            ranks have other parameters.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What losses were multiplied by; gradients are divided by it."""
         self.carried_scale: Callable[[], float] = lambda: self.loss_scale
         """Asked when a backward begins: what its own loss was multiplied by. It may be another engine's."""
+        self.notify: Callable[[bool], None] = lambda running: None
+        """Told when a backward that nobody announced is first seen (True) and has ended (False)."""
         self._divisor = comm.world if average else 1
         self._pool = BufferPool()
         self.reducer = Reducer(
@@ -122,6 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bool(config.overlap_comm),
             lambda: self.reduce_now(),
             lambda running: self.loss_scale / (self.carried_scale() if running else 1.0),
+            lambda running: self.notify(running),
         )
         self._names = {id(p): name for name, p in named_parameters}
         self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
@@ -195,6 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         if not self.config.contiguous_gradients:
             most = 1  # every parameter on its own
+        agree_on_parameters(infos, self.comm, parameters[0][1].device)
         for layout in plan_groups(infos, self.comm.world, most, self._cut, len(self.groups)):
             members = [by_name[slot.info.name] for slot in layout.slots]
             low = layout.dtype in (torch.bfloat16, torch.float16)
@@ -217,8 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Every rank unfreezes the same parameters before the same pass. What a backward that was broken off
         by an exception has left is forgotten.
         """
-        if self.reducer.is_stale:
-            self.reducer.clear()
+        self.reducer.drop_stale()
         self._admit()
 
     def watch(self, outputs: Any) -> None:
@@ -240,6 +244,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.param_groups[index]["params"] = []
         self._waiting += listed
         self._admit()
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Of the wrapped optimizer, whose states they are; the same for the three below."""
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """See `register_state_dict_pre_hook`."""
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """See `register_state_dict_pre_hook`."""
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """See `register_state_dict_pre_hook`."""
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's: the states of this rank's pieces."""
@@ -317,6 +337,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factor = torch.full_like(norm, self.scale)
         if max_norm > 0:
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if hasattr(self.inner, "grad_norm"):  # one that limits the norm itself sees its pieces only
+            self.inner.grad_norm = norm * factor / self.scale
         self._scaled_step(factor.float())
         overlap = self.groups[0].device.type != "cpu"  # a CPU has nothing to do meanwhile
         works = [group.publish(async_op=overlap) for group in self.groups]

@@ -74,7 +74,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """
     owner = _owner(param)
     if owner is None:
-        return param.detach().float()
+        return param.detach().float().clone()
     owner.group.reclaim()
     return _assemble(owner, param, lambda piece: piece.tensor)
 
@@ -139,7 +139,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the averaged, unscaled gradient after it was reduced. Every rank passes the same value.
+    """Sets the averaged, unscaled gradient after it was reduced. Every rank passes the same value. Collective.
 
     Raises:
         ZeroError: no reduced gradient is there (call it between the boundary's backward and `step`).
@@ -147,6 +147,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _check(param, value)
     owner = _require(param)
     owner.group.finish_reduction()
+    reducer = owner.optimizer.reducer
+    if owner.group.reduced is None and not reducer.is_alone:  # it holds gradients back until the step
+        reducer.finish()
     if owner.group.reduced is None:
         raise ZeroError(
             "a gradient is set between backward and step, and none has been reduced yet; call backward first"
@@ -154,7 +157,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     for piece in owner.pieces:
         target = owner.group.reduced[piece.start : piece.start + piece.spec.numel]
         target.copy_(piece.spec.of(value) / owner.optimizer.scale)
-    owner.optimizer.reducer.used.add(owner.key)
+    reducer.used.add(owner.key)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -198,12 +201,18 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets this rank's piece of the averaged gradient."""
+    """Sets this rank's piece of the averaged gradient, once that is reduced.
+
+    Raises:
+        ZeroError: it is not. With several engines, `loss.backward()` leaves that to `step`; `engine.backward` doesn't.
+    """
     owner = _require(param)
     owner.group.finish_reduction()
     for piece in owner.pieces:
         if owner.group.reduced is None:
-            raise ZeroError("a gradient is set between backward and step, and none has been reduced yet")
+            raise ZeroError(
+                "a gradient is set between backward and step, and none has been reduced yet; call engine.backward(loss)"
+            )
         target = owner.group.reduced[piece.start : piece.start + piece.spec.numel]
         target.copy_(_fit(value, piece) / owner.optimizer.scale)
         owner.optimizer.reducer.used.add(owner.key)

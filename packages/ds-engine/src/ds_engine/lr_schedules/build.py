@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -13,6 +12,7 @@ from ds_engine.lr_schedules.one_cycle import OneCycle
 from ds_engine.lr_schedules.range_test import LRRangeTest
 from ds_engine.lr_schedules.schedule import HasParamGroups, Schedule
 from ds_engine.lr_schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ds_engine.names import did_you_mean
 
 SCHEDULES: dict[str, type[Schedule]] = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
@@ -40,6 +40,12 @@ def build_scheduler(
         ValueError: there is no such schedule, a parameter is unknown or missing, or a value is wrong. The
             message names the nearest known name.
     """
+    kind: Any = check_scheduler(name, params)
+    return kind(optimizer, **params)
+
+
+def check_scheduler(name: str, params: Mapping[str, Any]) -> type[Schedule] | type[lr_scheduler.LRScheduler]:
+    """The class that `name` means. What can be wrong without an optimizer is an error here: see `build_scheduler`."""
     if name in _NOT_FROM_A_NAME:
         raise ValueError(f"scheduler {name!r} can't be built from a configuration: {_NOT_FROM_A_NAME[name]}")
     torchs = _torch_schedules()
@@ -47,13 +53,14 @@ def build_scheduler(
     if kind is None:
         raise ValueError(
             f"scheduler type is one of {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler, "
-            f"got {name!r}: did you mean {_nearest(name, [*SCHEDULES, *torchs])!r}?"
+            f"got {name!r}{did_you_mean(name, [*SCHEDULES, *torchs])}; correct the name"
         )
     accepted = {key: each for key, each in inspect.signature(kind).parameters.items() if key != "optimizer"}
     for key in params:
         if key not in accepted:
             raise ValueError(
-                f"scheduler {name} takes {', '.join(accepted)}, got {key!r}: did you mean {_nearest(key, accepted)!r}?"
+                f"scheduler {name} takes {', '.join(accepted)}, got {key!r}{did_you_mean(key, accepted)}; "
+                "correct or remove it"
             )
     missing = [key for key, each in accepted.items() if each.default is each.empty and key not in params]
     if missing:
@@ -61,7 +68,7 @@ def build_scheduler(
             f"scheduler {name} needs {', '.join(missing)}, got {', '.join(params) or 'no parameters'}: "
             "add them to its params"
         )
-    return kind(optimizer, **params)  # type: ignore[arg-type]
+    return kind
 
 
 def _torch_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
@@ -74,8 +81,3 @@ def _torch_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
         and not name.startswith("_")
         and name not in _NOT_FROM_A_NAME
     }
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    by_lower = {each.lower(): each for each in known}
-    return by_lower[difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.0)[0]]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 
 from ds_engine.lr_schedules.schedule import HasParamGroups, PerGroup, Schedule, whole
+from ds_engine.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ class _Warmup(Schedule):
         # One step is taken for two, as in DeepSpeed: log(1) is no scale.
         self.warmup_num_steps = max(2, steps) if steps else 0
         if warmup_type not in WARMUP_TYPES:
-            near = difflib.get_close_matches(str(warmup_type), WARMUP_TYPES, n=1, cutoff=0.0)
             raise ValueError(
-                f"warmup_type is one of {', '.join(WARMUP_TYPES)}, got {warmup_type!r}: did you mean {near[0]!r}?"
+                f"warmup_type is one of {', '.join(WARMUP_TYPES)}, got {warmup_type!r}"
+                f"{did_you_mean(warmup_type, WARMUP_TYPES)}; give one of them"
             )
         self.warmup_type = warmup_type
 
