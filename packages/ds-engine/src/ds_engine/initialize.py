@@ -98,6 +98,7 @@ def initialize(
             prescale_gradients=parsed.prescale_gradients,
             gradient_predivide_factor=parsed.gradient_predivide_factor,
             average=parsed.gradient_allreduce_op == "mean",
+            module=model,
         )
     _share(model, sharded, comm)
     engine = Engine(
@@ -242,7 +243,8 @@ def _scheduler(lr_scheduler: Any, optimizer: ShardedOptimizer | None, config: Co
 
 def _share(model: nn.Module, sharded: ShardedOptimizer | None, comm: Communicator) -> None:
     """Rank 0's buffers, and parameters that no optimizer holds, go to every rank."""
-    held = {id(p) for group in sharded.groups for p in group.parameters} if sharded is not None else set()
+    groups = [] if sharded is None else [*sharded.groups, *sharded.frozen_groups]
+    held = {id(p) for group in groups for p in group.parameters}
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if id(tensor) not in held and tensor.numel():

@@ -8,6 +8,8 @@ from ds_zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
+from ds_zero.fetch_plan import FetchPlan, Unit, plan_units
+from ds_zero.gathered import GatheredParameters
 from ds_zero.layout import Cut, GroupLayout, ParameterInfo, Slot, plan_groups
 from ds_zero.policy import ShardPolicy
 from ds_zero.sharded_optimizer import ShardedOptimizer, StepReport
@@ -28,6 +30,8 @@ from ds_zero.state_access import (
 
 __all__ = [
     "Cut",
+    "FetchPlan",
+    "GatheredParameters",
     "GroupLayout",
     "MemoryEstimate",
     "OffloadOptimizerConfig",
@@ -37,12 +41,14 @@ __all__ = [
     "ShardedOptimizer",
     "Slot",
     "StepReport",
+    "Unit",
     "ZeroConfig",
     "ZeroError",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "plan_groups",
+    "plan_units",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_comm import Communicator, ShardSpec, Work
 from ds_zero.buffers import BufferPool
+from ds_zero.covered import cover, uncover
 from ds_zero.errors import ZeroError
 from ds_zero.layout import GroupLayout
 
@@ -52,12 +55,24 @@ class Piece:
     tensor: nn.Parameter
 
 
+# By parameter: the group that lays it out (weak: an optimizer that is dropped must not live on with the model).
+_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def group_of(parameter: nn.Parameter) -> ShardGroup | None:
+    """The living group that a parameter lies in."""
+    reference = _groups.get(parameter)
+    return reference() if reference is not None else None
+
+
 class ShardGroup:
     """The storage of one group, on one rank.
 
     Attributes:
-        flat: [layout.numel], the parameters' values; every parameter is a view into it.
-        shard: the part of `flat` this rank owns.
+        flat: [layout.numel], the parameters' values; every parameter is a view into it. Of a sharded group its
+            storage is empty but while it is gathered; it stays the same storage, so that what autograd has saved
+            finds its values again.
+        shard: the part of `flat` this rank owns; of a sharded group, a tensor of its own.
         master: [shard], the values that the optimizer updates: fp32 beside a low-precision `shard`, else
             `shard` itself.
         pieces: `master`, parameter by parameter.
@@ -74,6 +89,7 @@ class ShardGroup:
         pool: BufferPool,
         options: ReductionOptions,
         master_dtype: torch.dtype | None,
+        sharded: bool = False,
     ):
         self.layout, self.parameters = layout, parameters
         self.device = parameters[0].device
@@ -83,10 +99,12 @@ class ShardGroup:
         values = self._collect(master_dtype or layout.dtype)
         comm.broadcast(values)
         self.flat = values if values.dtype == layout.dtype else values.to(layout.dtype)
-        self.shard = self.flat[start:stop]
+        self.sharded = sharded and layout.splits is not None and comm.world > 1
+        self.shard = self.flat[start:stop].clone() if self.sharded else self.flat[start:stop]
         self.master = self.shard if values is self.flat else values[start:stop].clone()
-        for number in range(len(parameters)):
+        for number, parameter in enumerate(parameters):
             self._lay(number)
+            _groups[parameter] = weakref.ref(self)
         self._note()
         self.pieces = [self._piece(slot, spec, start) for slot, spec in layout.specs(comm.rank)]
         self.reduced: torch.Tensor | None = None
@@ -96,6 +114,97 @@ class ShardGroup:
         self._gaps = layout.gaps()
         self._work: Work | None = None
         self._finish: Callable[[], None] | None = None
+        self.gathered = True
+        self.on_touch: Callable[[ShardGroup], None] = _refuse
+        """Called when a parameter is used while it is sharded: gathers it, or raises."""
+        self._holds = 0
+        self._arriving: Work | None = None
+        if self.sharded:
+            self._free()
+
+    @property
+    def world(self) -> int:
+        """Ranks it is shared out over."""
+        return self._comm.world
+
+    # Sharded parameters
+
+    def begin_gather(self) -> None:
+        """Starts to bring the values to every rank, where they are not there. Collective."""
+        if self.gathered or self._arriving is not None:
+            return
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self._arriving = self._collect_shards(async_op=True)
+
+    def hold(self) -> None:
+        """Gathers the values, if they are not there, and keeps them until as many calls of `drop`. Collective."""
+        self._holds += 1
+        if self.gathered:
+            return
+        self.begin_gather()
+        work, self._arriving = self._arriving, None
+        if work is not None:
+            work.wait()
+        self.gathered = True
+        for parameter in self.parameters:
+            uncover(parameter)
+
+    def drop(self) -> None:
+        """Undoes a `hold`: after the last, only this rank's shard is left."""
+        self._holds -= 1
+        if self._holds <= 0:
+            self.free()
+
+    def free(self) -> None:
+        """Leaves only this rank's shard, whoever holds the values."""
+        self._holds = 0
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving, self.gathered = None, True
+        if self.sharded and self.gathered:
+            self._free()
+
+    def _free(self) -> None:
+        for parameter in self.parameters:
+            cover(parameter, self._touched)
+        self.flat.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def _touched(self) -> None:
+        self.on_touch(self)
+
+    @torch.no_grad()
+    def _collect_shards(self, async_op: bool) -> Work | None:
+        """Every rank's shard into `flat`."""
+        assert self.layout.splits is not None
+        if self._options.all_gather:
+            return self._comm.all_gather_into_tensor(
+                self.flat, self.shard, async_op=async_op, splits=self.layout.splits
+            )
+        if self.sharded:
+            start, stop = self.layout.owned(self._comm.rank)
+            self.flat[start:stop].copy_(self.shard)
+        for owner, (start, stop) in enumerate(zip(self.layout.splits, self.layout.splits[1:])):
+            if stop > start:
+                self._comm.broadcast(self.flat[start:stop], src=owner)
+        return None
+
+    @torch.no_grad()
+    def adopt_gathered(self, source: int | None = None) -> None:
+        """Takes the values that stand in the gathered parameters for this rank's shard.
+
+        Args:
+            source: the rank whose values count, on every rank. Collective. Default: each rank's own.
+        """
+        if source is not None:
+            self._comm.broadcast(self.flat, src=source)
+        start, stop = self.layout.owned(self._comm.rank)
+        if self.sharded:
+            self.shard.copy_(self.flat[start:stop])
+        if self.master is not self.shard:
+            self.master.copy_(self.shard)
+
+    # Parameters in their storage
 
     def _lay(self, number: int) -> None:
         slot = self.layout.slots[number]
@@ -113,6 +222,8 @@ class ShardGroup:
         Raises:
             ZeroError: the new storage is of another dtype or device.
         """
+        if self.sharded:  # written through GatheredParameters, which takes it in
+            return
         for number, parameter in enumerate(self.parameters):
             if (seen := (parameter.data_ptr(), parameter._version)) == self._seen[number]:
                 continue
@@ -268,19 +379,16 @@ class ShardGroup:
         """Brings the optimizer's values to the parameters, on every rank."""
         # So that autograd refuses a backward through older values, as it does after a plain optimizer's step.
         increment_version(self._updated)
-        self._note()
+        if not self.sharded:
+            self._note()
         if self.master is not self.shard:
             self.shard.copy_(self.master)
+        if self.sharded:  # gathered when they are used; what was gathered is of yesterday
+            self.free()
+            return None
         if self.layout.splits is None or self._comm.world == 1:
             return None
-        if self._options.all_gather:
-            return self._comm.all_gather_into_tensor(
-                self.flat, self.shard, async_op=async_op, splits=self.layout.splits
-            )
-        for owner, (start, stop) in enumerate(zip(self.layout.splits, self.layout.splits[1:])):
-            if stop > start:
-                self._comm.broadcast(self.flat[start:stop], src=owner)
-        return None
+        return self._collect_shards(async_op)
 
     def release(self) -> None:
         """Gives the parameters storage of their own again and drops everything else."""
@@ -288,5 +396,17 @@ class ShardGroup:
             self.finish_reduction()
         self._work = self._finish = None
         self.drop_gradients()
+        if self.sharded:
+            self.hold()
+            self.sharded = False
         for parameter in self.parameters:
+            _groups.pop(parameter, None)
             parameter.data = parameter.data.clone()
+
+
+def _refuse(group: ShardGroup) -> None:
+    names = ", ".join(repr(slot.info.name) for slot in group.layout.slots[:4])
+    raise ZeroError(
+        f"a sharded parameter has its values inside forward and backward only: one of {names} was used outside; "
+        "use it inside `with ds_zero.GatheredParameters([parameter], modifier_rank=...)`"
+    )
