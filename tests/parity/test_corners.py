@@ -22,13 +22,13 @@ from testing import RankPool
 
 Cell = tuple[int, int, int, bool, bool]  # stage, accumulation, bucket, overlap, loss.backward()
 CELLS: dict[int, list[Cell]] = {
-    1: [(0, 4, TINY, True, False), (1, 1, DEFAULT, False, True), (2, 4, TINY, False, True)],
+    1: [(0, 4, TINY, True, False), (1, 1, DEFAULT, False, True), (2, 4, TINY, False, True), (3, 4, TINY, True, False)],
     2: [
-        *((stage, 4, TINY, True, False) for stage in (0, 1, 2)),
-        *((stage, 4, TINY, True, True) for stage in (0, 1, 2)),
-        *((stage, 1, DEFAULT, False, stage == 1) for stage in (0, 1, 2)),
+        *((stage, 4, TINY, True, False) for stage in (0, 1, 2, 3)),
+        *((stage, 4, TINY, True, True) for stage in (0, 1, 2, 3)),
+        *((stage, 1, DEFAULT, False, stage == 1) for stage in (0, 1, 2, 3)),
     ],
-    4: [(0, 1, TINY, True, True), (1, 4, DEFAULT, True, False), (2, 4, TINY, True, True)],
+    4: [(0, 1, TINY, True, True), (1, 4, DEFAULT, True, False), (2, 4, TINY, True, True), (3, 4, TINY, True, False)],
 }
 
 
@@ -87,7 +87,7 @@ def test_reentrant_segments_differ_by_rank(
     ranks: Callable[[int], RankPool], report: Callable[..., None], plain: bool
 ) -> None:
     """A reentrant segment is a backward of its own; ranks that run another number of them must not lose step."""
-    cells = [(stage, 4, TINY, True, plain) for stage in (0, 1, 2)]
+    cells = [(stage, 4, TINY, True, plain) for stage in (0, 1, 2, 3)]
     problem = corners.SKIPPED_REENTRANT
     worst = hold_cells(ranks(2), problem, cells, lambda n: reference(problem, 2, n, 0.0, "fp32"))
     report(f"reentrant, skipped, {'plain' if plain else 'engine'}", 2, len(cells), *worst)

@@ -146,7 +146,7 @@ def test_every_default_may_be_written_out(key: str) -> None:
 
 
 @pytest.mark.parametrize("section", REFERENCE)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_reference_s_defaults_are_taken_or_refused(section: str, stage: int) -> None:
     """Key by key: what a later version brings says so, everything else is what leaving it out is."""
     other_default = {"stage3_prefetch_bucket_size", "stage"}
@@ -185,7 +185,7 @@ def test_fields_are_documented_and_the_documentation_names_the_default() -> None
                 assert float(word) == field.default, name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(stage: int) -> None:
     assert load({"stage": stage}).stage == stage
     policy = ShardPolicy.of_stage(stage)
