@@ -192,6 +192,14 @@ def after_a_failure_past_forward(step: Step) -> None:
         step.engine.step()
 
 
+def after_a_failure_in_the_middle(step: Step) -> None:
+    """The same after a micro-batch that went well: it is forgotten too, and the step begins anew."""
+    step.backward(step.loss(step.engine, step.model, step.micros[2]))
+    step.engine.step()
+    _break_off(step, step.micros[0])
+    usual(step)
+
+
 def zeroed(step: Step) -> None:
     """Gradients of another loss are thrown away first: with zero_grad of the engine, then of its optimizer."""
     step.once(step.micros[2], 100.0)
@@ -228,6 +236,7 @@ WAYS: dict[str, Way] = {
     ),
     "after a failure": Way(after_a_failure),
     "after a failure, past forward": Way(after_a_failure_past_forward),
+    "after a failure, in the middle": Way(after_a_failure_in_the_middle),
     "zeroed": Way(zeroed),
 }
 

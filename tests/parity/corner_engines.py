@@ -133,6 +133,33 @@ def _joint(kind: str, setting: Setting) -> tuple[Values, Values]:
     return gradients, weights
 
 
+def one_rests(setting: Setting) -> Values:
+    """On a rank: weights of an engine beside an idle one, whose last step rank 1 takes without a backward."""
+    models = twins()
+    engine, idle = _engines(models, setting)
+    for step in range(STEPS):
+        if step < STEPS - 1 or engine.global_rank == 0:
+            loss = through(engine, samples(engine.global_rank, step)[1]).square().mean()
+            loss.backward() if setting.backward == "plain" else engine.backward(loss)
+        engine.step()
+    weights = {name: ds_zero.safe_get_full_fp32_param(p) for name, p in models[0].named_parameters()}
+    engine.destroy()
+    idle.destroy()
+    return weights
+
+
+def one_rests_reference(world: int) -> Values:
+    """Plain PyTorch: what rank 1 left out counts as zero."""
+    model = twins()[0]
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world if step < STEPS - 1 else 1):
+            (through(model, samples(rank, step)[1]).square().mean() / world).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def joint_reference(kind: str, world: int) -> tuple[Values, Values]:
     """Plain PyTorch: the same loss, averaged over ranks."""
     make, loss_of = LOSSES[kind]

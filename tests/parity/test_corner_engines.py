@@ -17,6 +17,8 @@ from parity.corner_engines import (
     adversaries_reference,
     joint,
     joint_reference,
+    one_rests,
+    one_rests_reference,
 )
 from parity.problem import distance
 from testing import RankPool
@@ -93,3 +95,12 @@ def test_engines_used_differently_by_rank(
             assert max(far) <= 1e-6, f"{setting}: gradients, weights differ by {far}"
             worst = list(map(max, worst, far))
     report(f"two engines {kind}, {backward}", 2, 3, None, *worst)
+
+
+@pytest.mark.parametrize("backward", ["plain", "engine"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_without_a_backward(ranks: Callable[[int], RankPool], stage: int, backward: str) -> None:
+    """Beside another engine, too, it counts as a gradient of zero."""
+    theirs = one_rests_reference(2)
+    for ours in ranks(2).run(one_rests, Setting(stage=stage, backward=backward)):
+        assert max(distance(ours[n], w) for n, w in theirs.items()) <= 1e-6

@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adafactor": ("Adafactor", {"lr": 1e-2}),
     "Muon": ("Muon", {"lr": 1e-2, "weight_decay": 0.02}),
     "Lamb": ("Lamb", {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.02}),
+    "Lamb, limited": ("Lamb", {"lr": 1e-2, "eps": 1e-2, "max_grad_norm": 0.01}),
 }
 LOOSE = {"Muon": 1e-3}  # it orthogonalises in bf16
 

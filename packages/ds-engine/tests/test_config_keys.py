@@ -142,7 +142,7 @@ def test_what_comes_later_is_refused(section: str, key: str, default: str) -> No
     message = refused(config)
     if key == "enabled":
         assert Config.load(nested(path, False)) == Config(), "switched off it may stand"
-    assert message.startswith(f"{top!r} is documented but not available in this version; remove it, or set")
+    assert message.startswith(f"{top!r} is documented but not available in this version, and asks for something")
 
 
 @pytest.mark.parametrize("section", [None, False, {}, {"enabled": False, "anything": [1]}])

@@ -160,6 +160,8 @@ def init_distributed(
                 "drop the earlier init_process_group, or pass None"
             )
         _take_device(running=True)
+        if timeout is not None or (config or {}).get("comm_timeout_s") is not None:
+            logger.warning("the process group runs already and keeps its time limit: the one given here has no effect")
         return
     if dist_init_required is False:
         raise CommError(

@@ -113,7 +113,7 @@ class Config(BaseModel):
     prescale_gradients: bool = False
     """Divide by the number of ranks before the sum. Default: false."""
     gradient_predivide_factor: Real = Field(1.0, gt=0.0)
-    """Divide by this before the sum and by the rest after it. Default: 1."""
+    """Divide by this before the sum and by the rest after it; `prescale_gradients` overrides it. Default: 1."""
     sparse_gradients: bool = False
     """Accepted: sparse gradients are always taken, and reduced dense. Default: false."""
     steps_per_print: Whole = Field(10, ge=0)
@@ -267,9 +267,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_not_yet(given: Mapping[str, Any]) -> None:
     for key in sorted(NOT_YET & set(given)):
-        section = given[key]
-        on = section.get("enabled", True) if isinstance(section, Mapping) and section else bool(section)
-        if on:
+        if _is_on(given[key]) and (key, given[key]) != ("sequence_parallel_size", 1):
             raise ConfigError(
-                f'{key!r} is documented but not available in this version; remove it, or set "enabled": false in it'
+                f"{key!r} is documented but not available in this version, and asks for something: "
+                f"{json.dumps(given[key], default=str)}; remove it, or switch off what is in it"
             )
+
+
+def _is_on(value: Any) -> bool:
+    """It asks for something: a switch that is on, a number or a text; of a section, its `enabled` or any of it."""
+    if isinstance(value, Mapping):
+        return _is_on(value["enabled"]) if "enabled" in value else any(map(_is_on, value.values()))
+    return bool(value)

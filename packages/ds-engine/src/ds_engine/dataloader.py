@@ -44,8 +44,9 @@ class DistributedLoader:
     ):
         self.dataset, self.epoch = dataset, 0
         self.sampler = sampler
+        self._shares: DistributedSampler[Any] | None = None  # the epoch of a caller's sampler is the caller's
         if sampler is None and not isinstance(dataset, IterableDataset):
-            self.sampler = DistributedSampler(
+            self.sampler = self._shares = DistributedSampler(
                 dataset, num_replicas=world, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
         self.loader = DataLoader(
@@ -62,8 +63,8 @@ class DistributedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
+        if self._shares is not None:
+            self._shares.set_epoch(self.epoch)
         self.epoch += 1
         return iter(self.loader)
 

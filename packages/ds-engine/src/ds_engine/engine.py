@@ -76,6 +76,7 @@ class Engine(Getters, nn.Module):
             optimizer.reduce_now = self._reduces_now
             optimizer.carried_scale = self._carried_scale
             optimizer.notify = self._plain_backward
+            optimizer.reducer.on_broken = self._start_over
             optimizer.loss_scale = loss_scaler.scale
             optimizer.num_accumulated = batch.accumulation
 
@@ -118,7 +119,7 @@ class Engine(Getters, nn.Module):
             The loss as it was given.
 
         Where it fails, all gradients of the step are forgotten, those of earlier micro-batches too: the step
-        begins anew with the next backward.
+        begins anew with the next backward. So it does after a `loss.backward()` that failed.
 
         Raises:
             EngineError: the loss is not a scalar, or carries no gradient.
@@ -133,10 +134,11 @@ class Engine(Getters, nn.Module):
                 "engine's output, outside torch.no_grad()"
             )
         self.events.emit(Event.BEFORE_BACKWARD, self)
-        factor = self.loss_scaler.scale * (1.0 if scale_wrt_gas else self._batch.accumulation)
-        scaled = loss if factor == 1.0 else loss * factor
+        scale = self.loss_scaler.scale
+        scaled = loss if scale == 1.0 else loss * scale
         optimizer = self.optimizer
-        with CARRIED.set(self.loss_scaler.scale):
+        # What was divided by the micro-batches already carries so much less.
+        with CARRIED.set(scale if scale_wrt_gas else scale / self._batch.accumulation):
             if optimizer is None:
                 scaled.backward(retain_graph=retain_graph)
             else:
@@ -144,7 +146,7 @@ class Engine(Getters, nn.Module):
                     with optimizer.reducer.round():
                         scaled.backward(retain_graph=retain_graph)
                 except BaseException:
-                    self._collected = 0
+                    self._start_over()
                     raise
         self.events.emit(Event.AFTER_BACKWARD, self)
         return loss
@@ -153,7 +155,8 @@ class Engine(Getters, nn.Module):
         """Counts a micro-batch; at the accumulation boundary updates the parameters and the learning rate.
 
         A rank that ran no backward in the whole step counts as a gradient of zero; where none did, parameters
-        stay as they are. Under stage 2 every backward is collective: ranks run equally many.
+        stay as they are. Backwards that reduce are collective (under stage 2 all of them, else that of the
+        boundary), as with several engines every `engine.backward` is: ranks run equally many.
 
         Args:
             lr_kwargs: arguments for the scheduler's step. Default: none.
@@ -213,6 +216,9 @@ class Engine(Getters, nn.Module):
         assert self.optimizer is not None
         return not self._no_sync and (self.optimizer.policy.gradients or self.is_gradient_accumulation_boundary())
 
+    def _start_over(self) -> None:
+        self._collected = 0
+
     def _plain_backward(self, begins: bool) -> None:
         self.events.emit(Event.BEFORE_BACKWARD if begins else Event.AFTER_BACKWARD, self)
 
@@ -250,6 +256,7 @@ class Engine(Getters, nn.Module):
             # They lead back here: without them the model goes with its last name, and not some time later.
             self.optimizer.reduce_now = self.optimizer.carried_scale = _closed
             self.optimizer.notify = lambda begins: None
+            self.optimizer.reducer.on_broken = lambda: None
         self._destroyed = True
 
     def _check_alive(self) -> None:

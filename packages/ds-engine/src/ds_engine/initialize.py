@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ds_comm import Communicator, ParallelDims, communicator, device_type, get_w
 from ds_engine.config import Config
 from ds_engine.engine import Engine
 from ds_engine.errors import ConfigError
-from ds_engine.lr_schedules import build_scheduler
+from ds_engine.lr_schedules import build_scheduler, check_scheduler
 from ds_engine.optimizers import build_optimizer, elementwise
 from ds_engine.precision import LossScaler
 from ds_engine.progress import WallClock, log_to_stdout, logger, print_progress
@@ -80,37 +81,33 @@ def initialize(
         logger.info("configuration: %s", parsed.model_dump_json(indent=2))
     model.to(device)
     parameter_dtype = _parameter_dtype(model, parsed)
+    _check_scheduler(lr_scheduler, parsed)  # before anything is changed
     inner = _optimizer(optimizer, model, model_parameters, parsed, parsed.precision.masters or parameter_dtype)
     if parameter_dtype is not None:
         _cast(model, parameter_dtype, inner)
-    sharded = None
-    if inner is not None:
-        sharded = ShardedOptimizer(
-            inner,
-            model.named_parameters(),
-            comm,
-            parsed.zero_optimization,
-            cut=Cut.ANYWHERE if elementwise(inner) else Cut.BETWEEN,
-            parameter_dtype=parameter_dtype,
-            master_dtype=parsed.precision.masters,
-            gradient_dtype=parsed.gradient_dtype,
-            communication_dtype=parsed.communication_dtype,
-            prescale_gradients=parsed.prescale_gradients,
-            gradient_predivide_factor=parsed.gradient_predivide_factor,
-            average=parsed.gradient_allreduce_op == "mean",
-            module=model,
-        )
-    _share(model, sharded, comm)
-    engine = Engine(
-        model,
-        parsed,
-        batch,
-        comm,
-        device,
-        sharded,
-        _scheduler(lr_scheduler, sharded, parsed),
-        LossScaler(parsed.loss_scaling),
-    )
+    with ExitStack() as undo:
+        sharded = None
+        if inner is not None:
+            sharded = ShardedOptimizer(
+                inner,
+                model.named_parameters(),
+                comm,
+                parsed.zero_optimization,
+                cut=Cut.ANYWHERE if elementwise(inner) else Cut.BETWEEN,
+                parameter_dtype=parameter_dtype,
+                master_dtype=parsed.precision.masters,
+                gradient_dtype=parsed.gradient_dtype,
+                communication_dtype=parsed.communication_dtype,
+                prescale_gradients=parsed.prescale_gradients,
+                gradient_predivide_factor=parsed.gradient_predivide_factor,
+                average=parsed.gradient_allreduce_op == "mean",
+                module=model,
+            )
+            undo.callback(sharded.close)
+        _share(model, sharded, comm)
+        scheduler = _scheduler(lr_scheduler, sharded, parsed)
+        undo.pop_all()
+    engine = Engine(model, parsed, batch, comm, device, sharded, scheduler, LossScaler(parsed.loss_scaling))
     every = parsed.steps_per_print
     if every and engine.global_rank == 0:
         print_progress(engine.events, every)
@@ -241,14 +238,24 @@ def _scheduler(lr_scheduler: Any, optimizer: ShardedOptimizer | None, config: Co
     return lr_scheduler
 
 
+def _check_scheduler(lr_scheduler: Any, config: Config) -> None:
+    if lr_scheduler is None and config.scheduler is not None:
+        check_scheduler(config.scheduler.type, config.scheduler.params)
+
+
 def _share(model: nn.Module, sharded: ShardedOptimizer | None, comm: Communicator) -> None:
     """Rank 0's buffers, and parameters that no optimizer holds, go to every rank."""
+    if comm.world == 1:
+        return
     groups = [] if sharded is None else [*sharded.groups, *sharded.frozen_groups]
     held = {id(p) for group in groups for p in group.parameters}
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            if id(tensor) not in held and tensor.numel():
-                flat = tensor.detach().contiguous()
-                comm.broadcast(flat)
-                if flat.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(flat)
+            if id(tensor) in held or not tensor.numel():
+                continue
+            # An expanded tensor says one value many times.
+            told = tensor.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+            flat = told.contiguous()
+            comm.broadcast(flat.view(-1).view(torch.uint8))  # as bytes: backends don't know every dtype
+            if flat.data_ptr() != told.data_ptr():
+                told.copy_(flat)

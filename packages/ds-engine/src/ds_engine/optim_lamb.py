@@ -83,9 +83,13 @@ class Lamb(DenseOptimizer):
             },
         )
 
+    grad_norm: torch.Tensor | None = None
+    """2-norm of the gradients of all parameters, for one who knows more of them than this optimizer holds (ZeRO
+    sets it before each step). Default: computed."""
+
     def _prepare(self) -> None:
-        self._norm: torch.Tensor | None = None  # of the gradients of all parameters together, in fp32
-        if not any(group["max_grad_norm"] for group in self.param_groups):
+        self._norm = self.grad_norm
+        if self._norm is not None or not any(group["max_grad_norm"] for group in self.param_groups):
             return
         params = [param for group in self.param_groups for param in group["params"]]
         grads = [param.grad.float() for param in params if param.grad is not None]

@@ -19,7 +19,8 @@ OptimizerType = type[torch.optim.Optimizer]
 
 # Names are compared in lower case.
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam")
-_OWN: dict[str, OptimizerType] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb}
+_LIONS = ("Lion", "FusedLion", "DeepSpeedCPULion", "CPULion")
+_OWN: dict[str, OptimizerType] = {**dict.fromkeys(_LIONS, Lion), "Lamb": Lamb, "FusedLamb": Lamb}
 _ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 _ADAM_SWITCHES = {
@@ -64,7 +65,7 @@ def build_optimizer(
       `torch.optim.Adam`: the decay is added to the gradient. With `torch_adam: true` the default weight decay
       is torch's, as in DeepSpeed. With `bias_correction: false` it is ds_engine's own `UncorrectedAdam`.
       `set_grad_none` and `fp32_optimizer_states` are taken with their defaults, which are what torch does.
-    - Lion, and Lamb or FusedLamb: `ds_engine`'s own.
+    - Lion, FusedLion, DeepSpeedCPULion, CPULion, and Lamb or FusedLamb: `ds_engine`'s own.
     - any class of `torch.optim`, with torch's parameters and defaults.
 
     Where torch has a fused kernel for the optimizer and the parameters' devices and dtypes, it is used,
@@ -86,6 +87,7 @@ def build_optimizer(
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind, params = _adam(known, params)
     _check_names(known, _accepted(kind), params)
+    _check_numbers(known, kind, params)
     build: Callable[..., torch.optim.Optimizer] = kind
     return build(groups, **params, **({"fused": True} if _may_fuse(kind, groups, params, dtype) else {}))
 
@@ -183,6 +185,16 @@ def _check_names(name: str, accepted: list[str], params: Mapping[str, Any]) -> N
             )
 
 
+def _check_numbers(name: str, kind: OptimizerType, params: Mapping[str, Any]) -> None:
+    """Text where a number belongs, as JSON from shell scripts and templates has it."""
+    for key, default in inspect.signature(kind.__init__).parameters.items():
+        value = params.get(key)
+        if isinstance(value, str) and isinstance(default.default, int | float | tuple):
+            mend = "fill it in (Hugging Face's integration does)" if value == "auto" else "write it without quotes"
+            wanted = "a list of numbers" if isinstance(default.default, tuple) else "a number"
+            raise ValueError(f"{key} of optimizer {name} is {wanted}, got {value!r}: {mend}")
+
+
 def _may_fuse(
     kind: OptimizerType,
     groups: list[torch.Tensor | dict[str, Any]],
@@ -193,6 +205,8 @@ def _may_fuse(
     asked = {"fused", "foreach", "differentiable"}
     if "fused" not in _accepted(kind) or asked & params.keys():
         return False
+    if kind is torch.optim.SGD and any(g.get("momentum") for g in (params, *groups) if isinstance(g, Mapping)):
+        return False  # torch 2.13's kernel fails where one parameter has momentum already and another has not
     members: list[Any] = []
     for group in groups:
         if not isinstance(group, dict):

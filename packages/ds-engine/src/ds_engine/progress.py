@@ -44,7 +44,7 @@ def print_progress(events: Events, every: int) -> None:
 
 
 class WallClock:
-    """Milliseconds of forward, backward and step, summed over a step's micro-batches and averaged over ranks' own.
+    """Rank 0's milliseconds of forward, backward and step: summed over a step's micro-batches, averaged over steps.
 
     Synchronises the device at every mark, so it costs overlap; switched on by `wall_clock_breakdown`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -34,7 +35,8 @@ def check_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuses parameters that can't be sharded, or that another optimizer shards already.
 
     Raises:
-        ZeroError: one is not a real number, or is held by an optimizer that was not closed.
+        ZeroError: one is not a real number, shares memory with another, or is held by an optimizer that was not
+            closed.
     """
     named = list(named)
     for name, parameter in named:
@@ -43,6 +45,7 @@ def check_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
                 f"real parameters are trained: {name!r} is {parameter.dtype}; keep its real and imaginary parts as a "
                 "real parameter and use torch.view_as_complex() in the model, or freeze it"
             )
+    _check_memory(named)
     if any(is_held(parameter) for _, parameter in named):
         gc.collect()  # one that was dropped without close() may linger in a cycle
     for name, parameter in named:
@@ -50,4 +53,15 @@ def check_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             raise ZeroError(
                 f"a parameter is trained by one optimizer at a time: {name!r} is held by another; call destroy() on "
                 "its engine (close() on a ShardedOptimizer) first"
+            )
+
+
+def _check_memory(named: list[tuple[str, nn.Parameter]]) -> None:
+    whole = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in named if p.is_contiguous()]
+    whole = sorted(each for each in whole if each[0] < each[1])
+    for (_, stop, first), (start, _, second) in itertools.pairwise(whole):
+        if start < stop:
+            raise ZeroError(
+                f"each parameter gets storage of its own: {first!r} and {second!r} share memory and would part; make "
+                "them one nn.Parameter, which both modules hold"
             )

@@ -1,13 +1,16 @@
-"""What ranks tell one another at the accumulation boundary: one small all-reduce a step."""
+"""What ranks tell one another: their parameters at the start, and one small all-reduce at each boundary."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_comm import Communicator
 from ds_zero.errors import ZeroError
+from ds_zero.layout import ParameterInfo
 from ds_zero.reducer import Reducer
 
 
@@ -35,7 +38,8 @@ def agree(reducer: Reducer, comm: Communicator, counted_once: bool, unused_allow
         unused_allowed: a parameter that a rank did not use counts as zero there.
 
     Raises:
-        ZeroError: engines took turns differently by rank, or a parameter was not used and must be. On every rank.
+        ZeroError: a parameter was not used and must be, or (noticed on a CPU only: reading would wait for an
+            accelerator) engines took turns differently by rank. On every rank.
     """
     groups = reducer.groups
     device = groups[0].device
@@ -81,3 +85,38 @@ def _refuse_unused(reducer: Reducer, users: list[float], world: int) -> None:
             f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}; use them in the loss, freeze them, or "
             "set ignore_unused_parameters to true"
         )
+
+
+def agree_on_parameters(infos: Sequence[ParameterInfo], comm: Communicator, device: torch.device) -> None:
+    """Checks that all ranks have the same parameters, in one order. Collective, before anything is laid out.
+
+    Raises:
+        ZeroError: they don't. On every rank.
+    """
+    if comm.world == 1:
+        return
+    marks = [_mark(repr(info)) for info in infos]
+    counts = _collect([len(marks), _mark(repr(marks))], comm, device)
+    if len(set(counts)) == 1:
+        return
+    most = max(count for count, _ in counts)
+    by_rank = _collect(marks + [0] * (most - len(marks)), comm, device)
+    place = next(place for place, seen in enumerate(zip(*by_rank)) if len(set(seen)) > 1)
+    others = [rank for rank in range(comm.world) if by_rank[rank][place] != by_rank[comm.rank][place]]
+    info = infos[place] if place < len(infos) else None
+    here = f"{info.name!r}, {list(info.shape)} {info.dtype}" if info is not None else "none"
+    raise ZeroError(
+        f"all ranks train the same parameters in one order: number {place} of rank {comm.rank} is {here}, and "
+        f"another on rank {', '.join(map(str, others))}; build the same model, and freeze the same of it, everywhere"
+    )
+
+
+def _mark(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
+
+
+def _collect(numbers: list[int], comm: Communicator, device: torch.device) -> list[tuple[int, ...]]:
+    own = torch.tensor(numbers, dtype=torch.int64).to(device)
+    everyone = own.new_empty(comm.world * len(numbers))
+    comm.all_gather_into_tensor(everyone, own)
+    return [tuple(row) for row in everyone.view(comm.world, -1).tolist()]

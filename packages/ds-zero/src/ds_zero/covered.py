@@ -49,6 +49,7 @@ def _harmless() -> frozenset[Any]:
     found += [kind.grad.__set__, kind.grad.__delete__, kind.requires_grad.__set__]
     found += [getattr(kind, name) for name in _METHODS if hasattr(kind, name)]
     found += [getattr(torch, name) for name in _FUNCTIONS]
+    found += [torch.autograd.grad, torch.autograd.backward]  # which gradients are wanted, not of which values
     return frozenset(found)
 
 
@@ -61,10 +62,17 @@ def _covered(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         if func in _harmless():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for each in tree_leaves((args, kwargs)):
-            if is_covered(each):
-                _touches[each]()()
-        return func(*args, **kwargs)
+        covered = [each for each in tree_leaves((args, kwargs)) if is_covered(each)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _no_graph()):
+            for each in covered:
+                touch(each)
+        if not any(map(is_covered, covered)):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # lent, and watched
+            return func(*args, **kwargs)
+
+    def copy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), kind(self.detach().clone(), self.requires_grad))
 
     def show(self: nn.Parameter, **_: Any) -> str:
         return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -72,8 +80,28 @@ def _covered(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(
         f"Sharded{kind.__name__}",
         (kind,),
-        {"__torch_function__": classmethod(ask), "__repr__": show, "_uncovered": kind, "__module__": __name__},
+        {
+            "__torch_function__": classmethod(ask),
+            "__repr__": show,
+            "__deepcopy__": copy,
+            "_uncovered": kind,
+            "__module__": __name__,
+        },
     )
+
+
+@functools.cache
+def _no_graph() -> frozenset[Any]:
+    """What needs values, and leaves no trace of them in autograd's graph."""
+    kind: Any = torch.Tensor
+    return frozenset([kind.data.__get__, kind.data.__set__, kind.detach, kind.tolist, kind.item, kind.__array__])
+
+
+def touch(parameter: nn.Parameter) -> None:
+    """Tells whoever covered a parameter that its values are wanted: with grad mode on, for a graph."""
+    reference = _touches.get(parameter)
+    if reference is not None and (tell := reference()) is not None:
+        tell()
 
 
 def is_covered(value: Any) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from ds_comm import CommError
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
 from ds_zero.fetch_plan import FetchPlan, Unit
@@ -64,7 +65,8 @@ class Fetcher:
         self.plan, self._config, self._complete = plan, config, complete
         self._units = [_Running(unit) for unit in plan.units]
         self._stack: list[_Running] = []  # units whose forward runs, the innermost last
-        self._loose: list[ShardGroup] = []  # gathered by a use in backward that no unit foresaw
+        self._loose: list[ShardGroup] = []  # gathered for backward by a use that no unit foresaw
+        self._twice = False  # the backward under way makes a graph (create_graph), which needs the values again
         self._trace: list[int] = []  # units in the order of the forward under way
         self._order: list[int] = []  # and of the last whole one
         self._groups: list[ShardGroup] = []
@@ -87,7 +89,7 @@ class Fetcher:
             running.shared = [group for group in shared if group not in running.own]
             running.external = []
         for group in self._groups:
-            group.on_touch = _weakly(self)
+            group.on_touch, group.on_graph = _weakly(self, Fetcher._touch), _weakly(self, Fetcher._keep)
 
     def _watch(self, module: nn.Module, running: _Running) -> None:
         me = weakref.ref(self)
@@ -107,8 +109,7 @@ class Fetcher:
 
     def _enter(self, running: _Running, inputs: Any) -> None:
         held = running.needed
-        for group in held:
-            group.hold()
+        self._gather(held, running, "forward")
         self._stack.append(running)
         running.entered.append(held)
         if torch.is_grad_enabled() and not (_in_backward() and running.pending):
@@ -152,8 +153,7 @@ class Fetcher:
             if group not in running.external:
                 running.external.append(group)
         elif _in_backward():
-            group.hold()
-            self._loose.append(group)
+            self._keep(group)
         else:
             names = ", ".join(repr(slot.info.name) for slot in group.layout.slots[:4])
             raise ZeroError(
@@ -161,6 +161,11 @@ class Fetcher:
                 "outside; use it inside `with ds_zero.GatheredParameters([parameter]):`, and give modifier_rank=0 "
                 "to write it"
             )
+
+    def _keep(self, group: ShardGroup) -> None:
+        """Until backward has ended."""
+        group.hold()
+        self._loose.append(group)
 
     # Backward
 
@@ -176,14 +181,28 @@ class Fetcher:
                 output.register_hook(begin)
 
     def _begin_backward(self, running: _Running) -> None:
+        self._twice |= torch.is_grad_enabled()
         if not running.kept:
             running.kept = running.needed
-            for group in running.kept:
+            self._gather(running.kept, running, "backward")
+
+    def _gather(self, groups: list[ShardGroup], running: _Running, what: str) -> None:
+        for group in groups:
+            try:
                 group.hold()
+            except CommError as error:
+                name = group.layout.slots[0].info.name
+                raise ZeroError(
+                    "all ranks run the same modules in the same order, for parameters are gathered by all: "
+                    f"{name!r} was to be gathered for {what} of {running.unit.module or 'the model'!r} on rank "
+                    f"{group.rank}, when {error}; let every rank call the module, or let a larger module gather it: "
+                    "stage3_prefetch_bucket_size"
+                ) from error
 
     def _expect_end(self, running: _Running, inputs: Any) -> None:
         running.pending += 1
-        needing = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+        # Of a leaf nobody says when its gradient is complete.
+        needing = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         if not needing:
             running.open_ended = True
             return
@@ -197,7 +216,7 @@ class Fetcher:
 
     def _end_backward(self, running: _Running) -> None:
         running.pending -= 1
-        if running.pending > 0 or running.open_ended:
+        if running.pending > 0 or running.open_ended or self._twice:
             return
         self._release(running)
         for group in running.own:
@@ -210,9 +229,13 @@ class Fetcher:
             group.drop()
 
     def end_backward(self) -> None:
-        """Backward has ended: frees what is still held for it."""
+        """Backward has ended: frees what is still held for it, unless its own graph is to be run backward."""
         for running in self._units:
             running.pending, running.open_ended = 0, False
+        if self._twice:
+            self._twice = False
+            return
+        for running in self._units:
             self._release(running)
         for group in self._loose:
             group.drop()
@@ -220,7 +243,7 @@ class Fetcher:
 
     def reset(self) -> None:
         """Frees everything: a forward or a backward was broken off, or the values are new."""
-        self._stack, self._trace, self._loose = [], [], []
+        self._stack, self._trace, self._loose, self._twice = [], [], [], False
         for running in self._units:
             running.entered, running.kept, running.pending, running.open_ended = [], [], 0, False
         for group in self._groups:
@@ -233,14 +256,14 @@ class Fetcher:
         self._hooks = []
 
 
-def _weakly(fetcher: Fetcher) -> Callable[[ShardGroup], None]:
+def _weakly(fetcher: Fetcher, method: Callable[[Fetcher, ShardGroup], None]) -> Callable[[ShardGroup], None]:
     me = weakref.ref(fetcher)
 
-    def touch(group: ShardGroup) -> None:
+    def call(group: ShardGroup) -> None:
         if (alive := me()) is not None:
-            alive._touch(group)
+            method(alive, group)
 
-    return touch
+    return call
 
 
 def _in_backward() -> bool:

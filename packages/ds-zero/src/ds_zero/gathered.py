@@ -48,7 +48,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for group in self._groups:
-            group.hold()
+            group.lend()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,4 +56,4 @@ class GatheredParameters:
         for group in self._groups:
             if self._modifier_rank is not None and kind is None:
                 group.adopt_gathered(self._modifier_rank)
-            group.drop()
+            group.take_back()

@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_leaves
 
 from ds_comm import Communicator
@@ -83,10 +82,11 @@ class Reducer:
         """Group and slot of every parameter that got a gradient here since `clear`."""
         self.num_reductions = 0
         """Rounds that reduced since `clear`."""
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called when the gradients of a backward that broke off are forgotten, with all that came before it."""
         self.order = 0
         """A fingerprint of when groups were sent since `clear`, among all that was sent on `comm`."""
         self._line = _lines.setdefault(comm, _Line())
-        self._line.num_reducers += 1
         self._held = False  # whoever runs backward closes the round; else autograd's end does
         self._running: Callable[[], _Running | None] = lambda: None  # the backward whose end closes the round
         self._factor = 1.0
@@ -107,6 +107,7 @@ class Reducer:
         """Takes over a group's gradients. The same groups in the same order on every rank."""
         me = weakref.ref(self)
         number = len(self.groups)
+        self._line.num_reducers += number == 0
         self.groups.append(group)
         for slot, parameter in enumerate(group.parameters):
 
@@ -123,8 +124,7 @@ class Reducer:
         if gradient is None:
             return
         if not self._held:
-            if self.is_stale:
-                self.clear()
+            self.drop_stale()
             self._follow()
         if not self._open:
             self._begin()
@@ -146,6 +146,9 @@ class Reducer:
 
     def complete(self, group: ShardGroup) -> None:
         """No gradient of the group is to come in this backward; for `paced` groups."""
+        if not self._held:
+            self.drop_stale()
+            self._follow()
         if not self._open:
             self._begin()
         self._missing[self.groups.index(group)] = 0
@@ -221,8 +224,7 @@ class Reducer:
 
         Where it fails, its gradients are forgotten.
         """
-        if self.is_stale:
-            self.clear()
+        self.drop_stale()
         if self._ask_factor(False) != 1.0:  # autograd would add to what was written by hand, at another scale
             self.collect_strays()
         self._held = True
@@ -256,14 +258,8 @@ class Reducer:
 
     def _agree(self) -> None:
         self._agreed = True
-        if self._comm.world == 1:
-            late = sorted(self._again)
-        else:
-            device = self.groups[0].device
-            flags = torch.zeros(len(self.groups), device=device)
-            flags[sorted(self._again)] = 1.0
-            self._comm.all_reduce(flags, ReduceOp.MAX)
-            late = flags.nonzero().flatten().tolist()
+        flags = self._anywhere([number in self._again for number in range(len(self.groups))])
+        late = [number for number, flag in enumerate(flags) if flag]
         for number in late:
             self._send(number)
         self._late.update(late)
@@ -272,23 +268,32 @@ class Reducer:
         """Everything collected since `clear` is reduced and has arrived, on every rank. Collective."""
         self.collect_strays()
         self.close_round()
-        if self._is_unfinished():
-            self.num_reductions += 1
-            for number in range(len(self.groups)):
-                self._send(number)
+        if self.num_reductions == 0:
+            self._send_all()
             if self.is_alone and not self._agreed:  # as the ranks do that reduced in a round
                 self._agree()
+        if self._have_local():
+            self._send_all()
         for group in self.groups:
             group.finish_reduction()
 
-    def _is_unfinished(self) -> bool:
-        """Gradients were not sent. Alone, this rank knows of all; beside others, any rank may hold some."""
-        unfinished = self.num_reductions == 0 or any(group.has_local for group in self.groups)
-        if self.is_alone:
-            return unfinished
-        anywhere = torch.full((1,), float(unfinished), device=self.groups[0].device)
-        self._comm.all_reduce(anywhere, ReduceOp.MAX)
-        return bool(anywhere.item())
+    def _send_all(self) -> None:
+        self.num_reductions += 1
+        for number in range(len(self.groups)):
+            self._send(number)
+
+    def _have_local(self) -> bool:
+        """Gradients came after the last sending. Alone, ranks have them alike; beside others, any rank may."""
+        here = any(group.has_local for group in self.groups)
+        return here if self.is_alone else self._anywhere([here])[0]
+
+    def _anywhere(self, flags: list[bool]) -> list[bool]:
+        """Which flags are set on any rank. Collective."""
+        if self._comm.world == 1:
+            return flags
+        counts = torch.tensor(flags, dtype=torch.float32).to(self.groups[0].device)
+        self._comm.all_reduce(counts)
+        return [count > 0 for count in counts.tolist()]
 
     def collect_strays(self) -> None:
         """Takes gradients that someone put into `.grad` by hand."""
@@ -303,6 +308,13 @@ class Reducer:
     def is_stale(self) -> bool:
         """A round is open though its backward has ended: it was broken off by an exception."""
         return self._open and not self._held and self._running() is None
+
+    def drop_stale(self) -> None:
+        """Forgets all gradients if a backward was broken off."""
+        if self.is_stale:
+            self.clear()
+            self.on_end()
+            self.on_broken()
 
     def clear(self) -> None:
         """Forgets all gradients; the next ones start afresh."""

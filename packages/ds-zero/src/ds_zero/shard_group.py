@@ -117,10 +117,18 @@ class ShardGroup:
         self.gathered = True
         self.on_touch: Callable[[ShardGroup], None] = _refuse
         """Called when a parameter is used while it is sharded: gathers it, or raises."""
+        self.on_graph: Callable[[ShardGroup], None] = lambda group: None
+        """Called when a graph has parameters that were lent: holds them until backward has ended."""
+        self._in_graph = False
         self._holds = 0
         self._arriving: Work | None = None
         if self.sharded:
             self._free()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._comm.rank
 
     @property
     def world(self) -> int:
@@ -154,6 +162,25 @@ class ShardGroup:
         self._holds -= 1
         if self._holds <= 0:
             self.free()
+
+    def lend(self) -> None:
+        """A `hold` for use outside forward and backward; ends with `take_back`. Collective."""
+        self.hold()
+        if self.sharded:
+            for parameter in self.parameters:
+                cover(parameter, self._note_graph)
+
+    def take_back(self) -> None:
+        """Ends `lend`. What autograd's graph took of the values stays until backward has used it."""
+        if self._in_graph:
+            self._in_graph = False
+            self.on_graph(self)
+        for parameter in self.parameters:
+            uncover(parameter)
+        self.drop()
+
+    def _note_graph(self) -> None:
+        self._in_graph |= torch.is_grad_enabled()
 
     def free(self) -> None:
         """Leaves only this rank's shard, whoever holds the values."""
@@ -201,8 +228,7 @@ class ShardGroup:
         start, stop = self.layout.owned(self._comm.rank)
         if self.sharded:
             self.shard.copy_(self.flat[start:stop])
-        if self.master is not self.shard:
-            self.master.copy_(self.shard)
+        self.adopt(0, self.shard.numel())
 
     # Parameters in their storage
 
@@ -239,11 +265,15 @@ class ShardGroup:
                 self._lay(number)
             self._seen[number] = (parameter.data_ptr(), parameter._version)
             for piece in self.pieces:
-                if piece.slot == number and self.master is not self.shard:
-                    interval = slice(piece.start, piece.start + piece.spec.numel)
-                    master, value = self.master[interval], self.shard[interval]
-                    # Where nothing was written the master keeps its digits.
-                    master.copy_(torch.where(master.to(value.dtype) == value, master, value))
+                if piece.slot == number:
+                    self.adopt(piece.start, piece.start + piece.spec.numel)
+
+    @torch.no_grad()
+    def adopt(self, start: int, stop: int) -> None:
+        """Takes the values of this part of the shard for its masters, which keep their digits where they agree."""
+        if self.master is not self.shard:
+            master, value = self.master[start:stop], self.shard[start:stop]
+            master.copy_(torch.where(master.to(value.dtype) == value, master, value))
 
     def _collect(self, dtype: torch.dtype) -> torch.Tensor:
         values = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
@@ -257,7 +287,7 @@ class ShardGroup:
         values = self.master[first : first + spec.numel]
         if spec.is_whole:
             values = values.view(spec.shape)
-        return Piece(spec, slot, first, nn.Parameter(values))
+        return Piece(spec, slot, first, nn.Parameter(values, requires_grad=self.layout.trained))
 
     @property
     def has_local(self) -> bool:

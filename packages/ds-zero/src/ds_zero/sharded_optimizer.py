@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_comm import Communicator, ShardSpec
 from ds_zero.admission import check_optimizer, check_parameters
-from ds_zero.agreement import Agreement, agree
+from ds_zero.agreement import Agreement, agree, agree_on_parameters
 from ds_zero.buffers import BufferPool
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
@@ -73,7 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: the optimizer has no parameter that requires a gradient, or can't work on shards, or stage 3
             has no module.
-        ZeroError: a parameter is complex, or another ShardedOptimizer holds it.
+        ZeroError: a parameter is complex, shares memory with another, or another ShardedOptimizer holds it; or
+            ranks have other parameters.
     """
 
     def __init__(
@@ -242,6 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         if not self.config.contiguous_gradients:
             most = 1  # every parameter on its own
+        agree_on_parameters(infos[True] + infos[False], self.comm, trained[0][1].device)
         for layout in plan_groups(infos[True], self.comm.world, most, self._cut, len(self.groups)):
             group = self._lay_out(layout, by_name)
             self.reducer.add(group)
@@ -279,10 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Every rank unfreezes the same parameters before the same pass. What a backward that was broken off
         by an exception has left is forgotten.
         """
-        if self.reducer.is_stale:
-            self.reducer.clear()
-            if self.fetcher is not None:
-                self.fetcher.reset()
+        self.reducer.drop_stale()
         self._admit()
 
     def watch(self, outputs: Any) -> None:
@@ -304,6 +303,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.param_groups[index]["params"] = []
         self._waiting += listed
         self._admit()
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Of the wrapped optimizer, whose states they are; the same for the three below."""
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """See `register_state_dict_pre_hook`."""
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """See `register_state_dict_pre_hook`."""
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """See `register_state_dict_pre_hook`."""
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's: the states of this rank's pieces."""
@@ -383,6 +398,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factor = torch.full_like(norm, self.scale)
         if max_norm > 0:
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if hasattr(self.inner, "grad_norm"):  # one that limits the norm itself sees its pieces only
+            self.inner.grad_norm = norm * factor / self.scale
         self._scaled_step(factor.float())
         overlap = self.groups[0].device.type != "cpu"  # a CPU has nothing to do meanwhile
         works = [group.publish(async_op=overlap) for group in self.groups]

@@ -241,8 +241,8 @@ class Supervisor:
         if rank is None or len(self._ranks) == 1:
             return
         lines = rank.tail.lines()
-        what = "last lines" if lines else ("output is above" if rank.on_terminal else "no output")
-        self._say(f"rank {rank.rank} {rank.how_it_ended()}; its {what}{':' if lines else '.'}")
+        what = "its last lines:" if lines else "its output is above." if rank.on_terminal else "it printed nothing."
+        self._say(f"rank {rank.rank} {rank.how_it_ended()}; {what}")
         for line in lines:
             self._err.write_line(b"    " + line)
         if self._plan.log_dir:

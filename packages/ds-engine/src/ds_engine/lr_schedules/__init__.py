@@ -7,7 +7,7 @@ The formulas are those of DeepSpeed's documentation (chapter "Learning Rate Sche
 words, the numbers are those DeepSpeed 0.19 produces. Each class names where it differs, and why.
 """
 
-from ds_engine.lr_schedules.build import SCHEDULES, build_scheduler
+from ds_engine.lr_schedules.build import SCHEDULES, build_scheduler, check_scheduler
 from ds_engine.lr_schedules.one_cycle import OneCycle
 from ds_engine.lr_schedules.range_test import LRRangeTest
 from ds_engine.lr_schedules.schedule import Schedule
@@ -22,4 +22,5 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "build_scheduler",
+    "check_scheduler",
 ]

@@ -40,6 +40,12 @@ def build_scheduler(
         ValueError: there is no such schedule, a parameter is unknown or missing, or a value is wrong. The
             message names the nearest known name.
     """
+    kind: Any = check_scheduler(name, params)
+    return kind(optimizer, **params)
+
+
+def check_scheduler(name: str, params: Mapping[str, Any]) -> type[Schedule] | type[lr_scheduler.LRScheduler]:
+    """The class that `name` means. What can be wrong without an optimizer is an error here: see `build_scheduler`."""
     if name in _NOT_FROM_A_NAME:
         raise ValueError(f"scheduler {name!r} can't be built from a configuration: {_NOT_FROM_A_NAME[name]}")
     torchs = _torch_schedules()
@@ -62,7 +68,7 @@ def build_scheduler(
             f"scheduler {name} needs {', '.join(missing)}, got {', '.join(params) or 'no parameters'}: "
             "add them to its params"
         )
-    return kind(optimizer, **params)  # type: ignore[arg-type]
+    return kind
 
 
 def _torch_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
