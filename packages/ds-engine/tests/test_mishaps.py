@@ -72,15 +72,6 @@ def test_an_expanded_buffer_alone(start: Start) -> None:
     start(model=Buffers(1))
 
 
-def test_masters_keep_their_digits_over_their_own_state_dict(start: Start) -> None:
-    engine, optimizer, *_ = start(BF16, model=nn.Linear(4, 3))
-    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().sum())
-    engine.step()
-    before = [group.master.clone() for group in optimizer.groups]
-    engine.load_state_dict(engine.state_dict())
-    assert all(torch.equal(group.master, master) for group, master in zip(optimizer.groups, before))
-
-
 def test_scale_wrt_gas_leaves_others_gradients_alone(start: Start) -> None:
     """Divided by hand: the engine's own gradients count the same, one outside it gets its own."""
     engine, *_ = start({"gradient_accumulation_steps": 4}, model=nn.Linear(4, 3))

@@ -336,6 +336,9 @@ class Engine(Getters, nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """The model's own, and the masters follow. Every rank loads the same values.
 
+        What is loaded is all there is: digits that a master had beyond its parameter's precision are of the values
+        that are gone.
+
         Raises:
             EngineError: `assign` would put other parameters in the place of those that are trained.
         """

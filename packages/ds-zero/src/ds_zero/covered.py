@@ -44,8 +44,7 @@ _FUNCTIONS = (
 def _harmless() -> frozenset[Any]:
     """What needs no values."""
     kind: Any = torch.Tensor
-    descriptors = [getattr(kind, name, None) for name in _ATTRIBUTES]
-    found = [each.__get__ for each in descriptors if hasattr(each, "__get__")]
+    found: list[Any] = [getattr(kind, name).__get__ for name in _ATTRIBUTES if hasattr(kind, name)]
     found += [kind.grad.__set__, kind.grad.__delete__, kind.requires_grad.__set__]
     found += [getattr(kind, name) for name in _METHODS if hasattr(kind, name)]
     found += [getattr(torch, name) for name in _FUNCTIONS]
@@ -111,8 +110,9 @@ def is_covered(value: Any) -> bool:
 
 def cover(parameter: nn.Parameter, touch: Touch) -> None:
     """From here on `touch` (a bound method, kept weakly) is called before the parameter's values are used."""
-    _touches[parameter] = weakref.WeakMethod(touch)  # type: ignore[arg-type]
-    parameter.__class__ = _covered(type(parameter))
+    _touches[parameter] = weakref.WeakMethod(touch)
+    if not is_covered(parameter):
+        parameter.__class__ = _covered(type(parameter))
 
 
 def uncover(parameter: nn.Parameter) -> None:

@@ -432,6 +432,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for group in (*self.groups, *self._frozen):
             group.adopt_gathered()
+            if group.master is not group.shard:
+                group.master.copy_(group.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, reduced or not. `step` has done it already."""
