@@ -11,6 +11,13 @@ from ds_zero.estimate import (
 from ds_zero.fetch_plan import FetchPlan, Unit, plan_units
 from ds_zero.gathered import GatheredParameters
 from ds_zero.layout import Cut, GroupLayout, ParameterInfo, Slot, plan_groups
+from ds_zero.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from ds_zero.policy import ShardPolicy
 from ds_zero.sharded_optimizer import ShardedOptimizer, StepReport
 from ds_zero.state_access import (
@@ -47,6 +54,7 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
+    "get_z3_leaf_modules",
     "plan_groups",
     "plan_units",
     "safe_get_full_fp32_param",
@@ -61,4 +69,8 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]

@@ -2,7 +2,7 @@
 
 A *unit* is a module whose parameters are gathered before its forward and its backward and released after each.
 Units follow the module tree: the largest modules that keep to the limit, and every block of a repeated stack by
-itself, so that while one block computes the others take no memory.
+itself, so that while one block computes the others take no memory. A leaf module is always one unit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+
+from ds_zero.leaf_modules import z3_leaf_module
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def plan_units(
 
     def visit(name: str, module: nn.Module) -> None:
         used = _used(module, first)
-        whole = sum(sizes[each] for each in used if each not in taken) <= max_numel and not _repeats(module)
+        numel = sum(sizes[each] for each in used if each not in taken)
+        whole = z3_leaf_module(module) or (numel <= max_numel and not _repeats(module))
         if used and _runs(module) and whole:
             add(name, used)
             return
