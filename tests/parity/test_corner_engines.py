@@ -85,9 +85,12 @@ def test_adversaries(
 def test_engines_used_differently_by_rank(
     ranks: Callable[[int], RankPool], report: Callable[..., None], kind: str, backward: str
 ) -> None:
-    """Two engines of one shape, called in another order or left out on some ranks: gradients stay their own."""
+    """Two engines of one shape, called in another order or left out on some ranks: gradients stay their own.
+
+    (Sharded parameters are gathered by all ranks together, so stage 3 can't have it.)
+    """
     gradients, weights = joint_reference(kind, 2)
-    settings = [Setting(stage=stage, backward=backward) for stage in (0, 1, 2, 3)]
+    settings = [Setting(stage=stage, backward=backward) for stage in (0, 1, 2)]
     worst = [0.0, 0.0]
     for found in ranks(2).run(joint, kind, settings):
         for setting, (ours, final) in zip(settings, found):

@@ -8,8 +8,15 @@ from ds_zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
+from ds_zero.estimate3 import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from ds_zero.external import register_external_parameter, unregister_external_parameter
 from ds_zero.fetch_plan import FetchPlan, Unit, plan_units
 from ds_zero.gathered import GatheredParameters
+from ds_zero.init import Init
 from ds_zero.layout import Cut, GroupLayout, ParameterInfo, Slot, plan_groups
 from ds_zero.leaf_modules import (
     get_z3_leaf_modules,
@@ -40,6 +47,7 @@ __all__ = [
     "FetchPlan",
     "GatheredParameters",
     "GroupLayout",
+    "Init",
     "MemoryEstimate",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
@@ -54,9 +62,13 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "get_z3_leaf_modules",
     "plan_groups",
     "plan_units",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -71,6 +83,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "unregister_external_parameter",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]

@@ -8,10 +8,11 @@ itself, so that while one block computes the others take no memory. A leaf modul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ds_zero.external import external_parameters
 from ds_zero.leaf_modules import z3_leaf_module
 
 
@@ -23,7 +24,7 @@ class Unit:
         index: number of the unit.
         module: name of the module that gathers them; "" is the model.
         parameters: names of those it owns, each of one unit only.
-        shared: names of those that it uses and another unit owns (tied weights).
+        shared: names of those that it uses and another unit owns: tied weights, and registered external ones.
         numel: elements of those it owns.
         persistent: they are small, and stay gathered.
     """
@@ -81,9 +82,13 @@ def plan_units(
     taken: set[str] = set()
     units: list[Unit] = []
     persistent = 0
+    outside: list[list[str]] = []  # by unit: what was registered as external
 
-    def add(module: str, names: list[str]) -> None:
+    def add(module: str, names: list[str], among: list[nn.Module]) -> None:
         nonlocal persistent
+        outside.append(
+            list(dict.fromkeys(first[id(p)] for m in among for p in external_parameters(m) if id(p) in first))
+        )
         own = tuple(name for name in names if name not in taken)
         shared = tuple(name for name in names if name in taken)
         numel = sum(sizes[name] for name in own)
@@ -97,18 +102,27 @@ def plan_units(
         numel = sum(sizes[each] for each in used if each not in taken)
         whole = z3_leaf_module(module) or (numel <= max_numel and not _repeats(module))
         if used and _runs(module) and whole:
-            add(name, used)
+            add(name, used, list(module.modules()))
             return
         if own := _used_directly(module, first) if _runs(module) else []:
-            add(name, own)
+            add(name, own, list(_directly(module)))
         for child_name, child in module.named_children():
             visit(f"{name}.{child_name}" if name else child_name, child)
 
     visit("", model)
     if not units or units[0].module:  # the model is always a unit: it is where a step begins and ends
         units.insert(0, Unit(0, "", (), (), 0, False))
-        units = [Unit(i, u.module, u.parameters, u.shared, u.numel, u.persistent) for i, u in enumerate(units)]
-    return FetchPlan(tuple(units))
+        outside.insert(0, [])
+    return FetchPlan(
+        tuple(
+            replace(
+                unit,
+                index=index,
+                shared=tuple(dict.fromkeys([*unit.shared, *(name for name in names if name not in unit.parameters)])),
+            )
+            for index, (unit, names) in enumerate(zip(units, outside))
+        )
+    )
 
 
 def _runs(module: nn.Module) -> bool:

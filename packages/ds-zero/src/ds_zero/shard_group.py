@@ -95,9 +95,14 @@ class ShardGroup:
         self.device = parameters[0].device
         self._comm, self._pool, self._options = comm, pool, options
         start, stop = layout.owned(comm.rank)
+        before = list(dict.fromkeys(group for p in parameters if (group := group_of(p)) is not None))
+        for group in before:  # zero.Init's
+            group.hold()
         # Rank 0's values, in the master's dtype: masters of a model given in fp32 keep all its digits.
         values = self._collect(master_dtype or layout.dtype)
         comm.broadcast(values)
+        for group in before:
+            group.let_go(parameters)
         self.flat = values if values.dtype == layout.dtype else values.to(layout.dtype)
         self.sharded = sharded and layout.splits is not None and comm.world > 1
         self.shard = self.flat[start:stop].clone() if self.sharded else self.flat[start:stop]
@@ -179,6 +184,12 @@ class ShardGroup:
             uncover(parameter)
         self.drop()
 
+    def let_go(self, parameters: list[nn.Parameter]) -> None:
+        """These go to another group, once they are gathered; ends the `hold` for it."""
+        going = set(map(id, parameters))
+        self.parameters = [parameter for parameter in self.parameters if id(parameter) not in going]
+        self.drop()
+
     def _note_graph(self) -> None:
         self._in_graph |= torch.is_grad_enabled()
 
@@ -223,6 +234,12 @@ class ShardGroup:
         Args:
             source: the rank whose values count, on every rank. Collective. Default: each rank's own.
         """
+        for number, parameter in enumerate(self.parameters):
+            place = self.layout.slots[number]
+            own = self.flat[place.offset : place.stop].view(place.info.shape)
+            if parameter.data_ptr() != own.data_ptr():  # its `.data` was given other storage
+                own.copy_(parameter)
+                self._lay(number)
         if source is not None:
             self._comm.broadcast(self.flat, src=source)
         start, stop = self.layout.owned(self._comm.rank)
