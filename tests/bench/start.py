@@ -36,7 +36,7 @@ def time_ms(command: Sequence[str]) -> float:
 def main() -> int:
     """Measures and prints the table; 1 if a command failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7, help="processes of each, after one to warm the disk")
+    parser.add_argument("--repeats", type=int, default=15, help="processes of each, after one to warm the disk")
     arguments = parser.parse_args()
     console = make_console()
     times: dict[str, list[float]] = {}
