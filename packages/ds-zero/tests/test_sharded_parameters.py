@@ -141,13 +141,14 @@ def gathered() -> dict[str, Any]:
         weight.data.fill_(7.0)  # forgotten
     with GatheredParameters([weight, other], modifier_rank=1):
         found["forgotten"] = torch.equal(weight.detach(), before)
-        with GatheredParameters(weight):  # nested
-            assert not is_covered(weight) or weight.sum().isfinite()
+        with GatheredParameters(weight), torch.no_grad():  # nested
+            assert weight.sum().isfinite()
         if rank == 1:
             nn.init.constant_(weight, 3.0)
             other.data = torch.full_like(other, 4.0)
     with GatheredParameters(model):
-        found["taken"] = (weight.unique().tolist(), other.unique().tolist())
+        with torch.no_grad():
+            found["taken"] = (weight.unique().tolist(), other.unique().tolist())
         found["copied"] = type(copy.deepcopy(model).blocks[0][0].weight).__name__
     found["away"] = is_covered(weight) and is_covered(other)
     with GatheredParameters(weight, enabled=False):

@@ -93,7 +93,8 @@ def _covered(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _no_graph() -> frozenset[Any]:
     """What needs values, and leaves no trace of them in autograd's graph."""
     kind: Any = torch.Tensor
-    return frozenset([kind.data.__get__, kind.data.__set__, kind.detach, kind.tolist, kind.item, kind.__array__])
+    fills = [each for name, each in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")]
+    return frozenset([kind.data.__get__, kind.data.__set__, kind.detach, kind.tolist, kind.item, *fills])
 
 
 def touch(parameter: nn.Parameter) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from ds_zero.shard_group import ShardGroup, group_of
@@ -42,7 +43,7 @@ class GatheredParameters:
         found = (group_of(parameter) for parameter in listed) if enabled else ()
         self._groups: list[ShardGroup] = list(dict.fromkeys(group for group in found if group is not None))
         self._modifier_rank = modifier_rank
-        for world in {group.world for group in self._groups}:
+        for world in {group.comm.world for group in self._groups}:
             if modifier_rank is not None and not 0 <= modifier_rank < world:
                 raise ValueError(f"modifier_rank is a rank or None: got {modifier_rank}; give 0..{world - 1}, or None")
 
@@ -53,7 +54,20 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for group in self._groups:
+        in_graph = self._used_in_graphs() if kind is None else [False] * len(self._groups)
+        for group, used in zip(self._groups, in_graph):
             if self._modifier_rank is not None and kind is None:
                 group.adopt_gathered(self._modifier_rank)
-            group.take_back()
+            group.take_back(used)
+
+    def _used_in_graphs(self) -> list[bool]:
+        """By group: on any rank, for what stays gathered must stay so on all."""
+        found = []
+        for group in self._groups:
+            used, group.in_graph = group.in_graph, False
+            if group.sharded:
+                count = torch.full((1,), float(used), device=group.device)
+                group.comm.all_reduce(count)
+                used = bool(count.item())
+            found.append(used)
+        return found

@@ -137,17 +137,18 @@ class Init:
         wrap = self._wrap
         original = vars(nn.Module).get("__init_subclass__")
 
-        def announce(cls: type[nn.Module], **kwargs: Any) -> None:
+        def announce(cls: type[nn.Module], /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             wrap(cls)
 
-        nn.Module.__init_subclass__ = classmethod(announce)  # type: ignore[assignment]
+        target: Any = nn.Module
+        target.__init_subclass__ = classmethod(announce)
 
         def undo() -> None:
             if original is None:
-                del nn.Module.__init_subclass__
+                del target.__init_subclass__
             else:
-                nn.Module.__init_subclass__ = original  # type: ignore[method-assign]
+                target.__init_subclass__ = original
 
         self._undo.append(undo)
 

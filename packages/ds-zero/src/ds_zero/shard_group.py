@@ -124,21 +124,17 @@ class ShardGroup:
         """Called when a parameter is used while it is sharded: gathers it, or raises."""
         self.on_graph: Callable[[ShardGroup], None] = lambda group: None
         """Called when a graph has parameters that were lent: holds them until backward has ended."""
-        self._in_graph = False
-        self._holds = 0
+        self.in_graph = False
+        """What was lent was used with grad mode on, on this rank."""
+        self._holds = self._lent = 0
         self._arriving: Work | None = None
         if self.sharded:
             self._free()
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._comm.rank
-
-    @property
-    def world(self) -> int:
-        """Ranks it is shared out over."""
-        return self._comm.world
+    def comm(self) -> Communicator:
+        """The ranks it is shared out over."""
+        return self._comm
 
     # Sharded parameters
 
@@ -171,17 +167,23 @@ class ShardGroup:
     def lend(self) -> None:
         """A `hold` for use outside forward and backward; ends with `take_back`. Collective."""
         self.hold()
+        self._lent += 1
         if self.sharded:
             for parameter in self.parameters:
                 cover(parameter, self._note_graph)
 
-    def take_back(self) -> None:
-        """Ends `lend`. What autograd's graph took of the values stays until backward has used it."""
-        if self._in_graph:
-            self._in_graph = False
+    def take_back(self, in_graph: bool = False) -> None:
+        """Ends `lend`.
+
+        Args:
+            in_graph: on some rank autograd's graph took of the values: they stay until backward has used them.
+        """
+        if in_graph:
             self.on_graph(self)
-        for parameter in self.parameters:
-            uncover(parameter)
+        self._lent -= 1
+        if self._lent == 0:
+            for parameter in self.parameters:
+                uncover(parameter)
         self.drop()
 
     def let_go(self, parameters: list[nn.Parameter]) -> None:
@@ -191,7 +193,7 @@ class ShardGroup:
         self.drop()
 
     def _note_graph(self) -> None:
-        self._in_graph |= torch.is_grad_enabled()
+        self.in_graph |= torch.is_grad_enabled()
 
     def free(self) -> None:
         """Leaves only this rank's shard, whoever holds the values."""
