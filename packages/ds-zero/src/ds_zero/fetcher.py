@@ -195,8 +195,8 @@ class Fetcher:
                 raise ZeroError(
                     "all ranks run the same modules in the same order, for parameters are gathered by all: "
                     f"{name!r} was to be gathered for {what} of {running.unit.module or 'the model'!r} on rank "
-                    f"{group.comm.rank}, when {error}; let every rank call the module, or make one that all call a unit: "
-                    "set_z3_leaf_modules, stage3_prefetch_bucket_size"
+                    f"{group.comm.rank}, when {error}; let every rank call it, or make a unit of a module that all "
+                    "call: set_z3_leaf_modules, stage3_prefetch_bucket_size"
                 ) from error
 
     def _expect_end(self, running: _Running, inputs: Any) -> None:

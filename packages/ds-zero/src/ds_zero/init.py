@@ -129,7 +129,7 @@ class Init:
             active._settle()
             active._shard(module)
 
-        kind.__init__ = construct  # type: ignore[method-assign]
+        setattr(kind, "__init__", construct)  # noqa: B010  (a type checker takes the plain form for an override)
         self._undo.append(functools.partial(setattr, kind, "__init__", original))
 
     def _wrap_later_classes(self) -> None:
