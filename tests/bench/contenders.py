@@ -126,7 +126,7 @@ def _config(contender: Contender, dtype: torch.dtype) -> dict[str, Any]:
     """The JSON configuration that DeepSpeed and ours share."""
     zero: dict[str, Any] = {"stage": contender.stage}
     for key, value in contender.options.items():
-        if key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if key in ("reduce_bucket_size", "allgather_bucket_size") or key.startswith("stage3_"):
             zero[key] = int(float(value))
         elif key in ("overlap_comm", "contiguous_gradients", "reduce_scatter", "round_robin_gradients"):
             zero[key] = value == "1"

@@ -101,9 +101,7 @@ def _load_plain(model: Small, optimizer: torch.optim.Optimizer) -> None:
 def other_weights(model: nn.Module) -> Values:
     """Values that bf16 holds exactly, so that loading them in any precision is exact."""
     draw = torch.Generator().manual_seed(5)
-    return {
-        n: (torch.randn(v.shape, generator=draw) * 0.3).bfloat16().to(v.dtype) for n, v in model.state_dict().items()
-    }
+    return {n: (torch.randn(v.shape, generator=draw) * 0.3).bfloat16().to(v.dtype) for n, v in model.named_parameters()}
 
 
 # By name: in the step before backward, or after the boundary's backward; ours, and plain PyTorch's.
@@ -138,8 +136,10 @@ def _changed(job: Access) -> Values:
             change(model)
         engine.step()
     train(engine, model, 2)
-    for name, value in engine.state_dict().items():
-        assert torch.equal(value, dict(model.named_parameters())[name].detach()), name
+    state = engine.state_dict()
+    with ds_zero.GatheredParameters(model):
+        for name, value in model.named_parameters():
+            assert torch.equal(state[name], value.detach()), name
     weights = weights_of(model)
     engine.destroy()
     return weights

@@ -98,6 +98,7 @@ def _engines(models: tuple[nn.Module, nn.Module], setting: Setting) -> tuple[Any
     made = []
     for model, precision in zip(models, (setting.first, setting.second)):
         zero = {"stage": setting.stage, "reduce_bucket_size": 80, "overlap_comm": True}
+        zero["stage3_param_persistence_threshold"] = 0
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": 0, "zero_optimization": zero}
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         made.append(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ds_zero
 from parity.problem import VOCABULARY, WIDTH, Batch, Problem, Small, plain_loss
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.05}
@@ -34,6 +35,14 @@ class Branches(Small):
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x.mean(1))
+
+
+class WholeBranches(Branches):
+    """Gathered as a whole in stage 3, so that ranks may use different parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ds_zero.set_z3_leaf_module(self, True)
 
 
 def unused_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:
@@ -196,7 +205,9 @@ def functional_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:
 
 def weight_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:
     """A penalty on the weights themselves, which passes the model's outputs by."""
-    return plain_loss(call, module, batch) + 0.5 * sum(p.float().pow(2).mean() for p in module.parameters())
+    loss = plain_loss(call, module, batch)
+    with ds_zero.GatheredParameters(module):  # outside forward, stage 3 has them here only
+        return loss + 0.5 * sum(p.float().pow(2).mean() for p in module.parameters())
 
 
 def some_loss(call: Any, module: nn.Module, batch: Batch) -> torch.Tensor:

@@ -46,8 +46,9 @@ def with_engine(
         losses.append(float(total))
     weights = {n: ds_zero.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
     if precision != "fp32":
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.detach(), weights[name].to(parameter.dtype)), name
+        with ds_zero.GatheredParameters(model):
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.detach(), weights[name].to(parameter.dtype)), name
     assert engine.was_step_applied()
     norm = engine.get_global_grad_norm()
     assert norm is not None

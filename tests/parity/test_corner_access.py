@@ -20,7 +20,7 @@ from testing import RankPool
 @pytest.mark.parametrize("change", CHANGES)
 def test_change(ranks: Callable[[int], RankPool], report: Callable[..., None], change: str, world: int) -> None:
     """What is written takes part in the next step, as if plain PyTorch's tensors had been written."""
-    jobs = [Access(change, stage) for stage in ((0, 1, 2) if world < 4 else (2,))] + [Access(change, 2, "bf16")]
+    jobs = [Access(change, stage) for stage in ((0, 1, 2, 3) if world < 4 else (2, 3))] + [Access(change, 2, "bf16")]
     worst = 0.0
     for found in ranks(world).run(changed, jobs):
         for job, (ours, theirs) in zip(jobs, found):
@@ -34,7 +34,7 @@ def test_change(ranks: Callable[[int], RankPool], report: Callable[..., None], c
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradient_in_mid_accumulation(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
     """At any micro-batch the full gradient is the sum so far over all ranks; pieces add up to it when reduced."""
     for found in ranks(world).run(partial_gradients, stage):
@@ -48,7 +48,7 @@ def test_gradient_in_mid_accumulation(ranks: Callable[[int], RankPool], stage: i
 
 
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradient_set_for_an_unused_parameter(ranks: Callable[[int], RankPool], stage: int, beside: bool) -> None:
     """A gradient that is set is a gradient, though backward gave none: the step takes it."""
     for found, expected in ranks(2).run(gradient_of_unused, stage, beside):

@@ -52,7 +52,7 @@ def test_loss_through_two_engines(
     ranks: Callable[[int], RankPool], report: Callable[..., None], pair: tuple[str, str], backward: str
 ) -> None:
     """Both learn their own gradient, whoever runs backward and whatever each one's loss scale."""
-    settings = [Setting(*pair, stage, backward) for stage in (0, 1, 2)]
+    settings = [Setting(*pair, stage, backward) for stage in (0, 1, 2, 3)]
     gradients, weights = joint_reference("spanning", 2)
     worst = [0.0, 0.0]
     for found in ranks(2).run(joint, "spanning", settings):
@@ -69,7 +69,7 @@ def test_adversaries(
     ranks: Callable[[int], RankPool], report: Callable[..., None], pair: tuple[str, str], backward: str, world: int
 ) -> None:
     """torch's GAN tutorial: two backwards for the discriminator, then one through it for the generator."""
-    settings = [Setting(*pair, stage, backward) for stage in (0, 1, 2)]
+    settings = [Setting(*pair, stage, backward) for stage in (0, 1, 2, 3)]
     theirs = adversaries_reference(world)
     worst = 0.0
     for found in ranks(world).run(adversaries, settings):
@@ -85,7 +85,10 @@ def test_adversaries(
 def test_engines_used_differently_by_rank(
     ranks: Callable[[int], RankPool], report: Callable[..., None], kind: str, backward: str
 ) -> None:
-    """Two engines of one shape, called in another order or left out on some ranks: gradients stay their own."""
+    """Two engines of one shape, called in another order or left out on some ranks: gradients stay their own.
+
+    (Sharded parameters are gathered by all ranks together, so stage 3 can't have it.)
+    """
     gradients, weights = joint_reference(kind, 2)
     settings = [Setting(stage=stage, backward=backward) for stage in (0, 1, 2)]
     worst = [0.0, 0.0]

@@ -125,7 +125,7 @@ def test_optimizer(
     name, arguments = OPTIMIZERS[case]
     problem = Problem(model=Matrices, optimizer=name, arguments=arguments)
     zero = {"reduce_bucket_size": TINY}
-    jobs = [Named(problem, name, arguments, 1 + stage, {**zero, "stage": stage}) for stage in (0, 1, 2)]
+    jobs = [Named(problem, name, arguments, 1 + stage, {**zero, "stage": stage}) for stage in (0, 1, 2, 3)]
     jobs.append(Named(problem, name, arguments, 1, {"stage": 2, "round_robin_gradients": True}))
     by_rank = ranks(world).run(by_name, jobs)
     worst = 0.0
@@ -210,7 +210,7 @@ def _clipped(ours: Outcome, theirs: Outcome, tolerance: float, where: str) -> tu
 def test_option(ranks: Callable[[int], RankPool], report: Callable[..., None], name: str, world: int) -> None:
     """Options that only move gradients otherwise leave them, and the clipping, as they are."""
     option = OPTIONS[name]
-    stages = (0, 1, 2) if world == 2 else (2,)
+    stages = (0, 1, 2, 3) if world == 2 else (2, 3)
     cells = [
         (option.problem, option.precision, 4, 0.05, {"stage": s, "overlap_comm": True, **option.zero}, option.more)
         for s in stages
@@ -228,7 +228,7 @@ def test_sum_over_ranks(ranks: Callable[[int], RankPool], prescale: bool) -> Non
     """gradient_allreduce_op sum: the gradients of an average, times the ranks."""
     more = {"gradient_allreduce_op": "sum", "prescale_gradients": prescale}
     problem = Problem(arguments=ADAM)
-    cells = [(problem, "fp32", 4, 0.0, {"stage": stage}, more) for stage in (0, 1, 2)]
+    cells = [(problem, "fp32", 4, 0.0, {"stage": stage}, more) for stage in (0, 1, 2, 3)]
     theirs = reference(replace(problem, loss=partial(times, 2.0)), 2, 4, 0.0, "fp32")
     for ours in ranks(2).run(runs.many, cells)[0]:
         _clipped(replace(ours, losses=theirs.losses), theirs, 1e-6, "sum")
@@ -248,7 +248,7 @@ def test_mixed_dtypes(ranks: Callable[[int], RankPool], report: Callable[..., No
     frozen, tolerance = ADAPTED[name]
     dtype = torch.bfloat16
     problem = Problem(model=partial(Adapted, dtype, frozen), arguments=ADAM)
-    cells = [(problem, "fp32", 4, 0.0, {"stage": s, "reduce_bucket_size": TINY}, BF16) for s in (0, 1, 2)]
+    cells = [(problem, "fp32", 4, 0.0, {"stage": s, "reduce_bucket_size": TINY}, BF16) for s in (0, 1, 2, 3)]
     solved = reference(
         Problem(model=partial(Adapted, dtype if frozen else torch.float32, frozen), arguments=ADAM),
         world, 4, 0.0, "fp32",

@@ -36,7 +36,7 @@ def test_optimizer_with_a_past(
     ranks: Callable[[int], RankPool], report: Callable[..., None], optimizer: str, frozen: bool, world: int
 ) -> None:
     """Moments and step counts go over to the pieces, those of a parameter that is frozen then included."""
-    jobs = [Resume(optimizer, stage, frozen) for stage in ((0, 1, 2) if world < 4 else (2,))]
+    jobs = [Resume(optimizer, stage, frozen) for stage in ((0, 1, 2, 3) if world < 4 else (2, 3))]
     jobs.append(Resume(optimizer, 2, frozen, made_by="callable"))
     worst = 0.0
     for found in ranks(world).run(resumed, jobs):

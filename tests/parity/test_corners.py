@@ -18,18 +18,22 @@ import torch
 from parity import corners, runs
 from parity.problem import Outcome, Problem, distance, reference
 from parity.test_matrix import DEFAULT, TINY, distances
-from testing import RankPool
+from testing import RankError, RankPool
 
 Cell = tuple[int, int, int, bool, bool]  # stage, accumulation, bucket, overlap, loss.backward()
 CELLS: dict[int, list[Cell]] = {
-    1: [(0, 4, TINY, True, False), (1, 1, DEFAULT, False, True), (2, 4, TINY, False, True)],
+    1: [(0, 4, TINY, True, False), (1, 1, DEFAULT, False, True), (2, 4, TINY, False, True), (3, 4, TINY, True, False)],
     2: [
-        *((stage, 4, TINY, True, False) for stage in (0, 1, 2)),
-        *((stage, 4, TINY, True, True) for stage in (0, 1, 2)),
-        *((stage, 1, DEFAULT, False, stage == 1) for stage in (0, 1, 2)),
+        *((stage, 4, TINY, True, False) for stage in (0, 1, 2, 3)),
+        *((stage, 4, TINY, True, True) for stage in (0, 1, 2, 3)),
+        *((stage, 1, DEFAULT, False, stage == 1) for stage in (0, 1, 2, 3)),
     ],
-    4: [(0, 1, TINY, True, True), (1, 4, DEFAULT, True, False), (2, 4, TINY, True, True)],
+    4: [(0, 1, TINY, True, True), (1, 4, DEFAULT, True, False), (2, 4, TINY, True, True), (3, 4, TINY, True, False)],
 }
+
+
+BY_RANK = {"unused", "unused, momentum", "another order"}
+"""Ranks run other modules, which stage 3 refuses: all ranks gather a module's parameters together."""
 
 
 def zero_of(cell: Cell) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def hold_cells(
 @pytest.mark.parametrize("name", corners.PROBLEMS)
 def test_corner(ranks: Callable[[int], RankPool], report: Callable[..., None], name: str, world: int) -> None:
     """Stages, buckets, overlap and both forms of backward leave plain PyTorch's gradients and weights."""
-    cells = CELLS[world]
+    cells = [cell for cell in CELLS[world] if cell[0] < 3 or world == 1 or name not in BY_RANK]
     worst = hold_cells(ranks(world), corners.PROBLEMS[name], cells, lambda n: expected(name, world, n))
     report(name, world, len(cells), *worst)
 
@@ -87,7 +91,26 @@ def test_reentrant_segments_differ_by_rank(
     ranks: Callable[[int], RankPool], report: Callable[..., None], plain: bool
 ) -> None:
     """A reentrant segment is a backward of its own; ranks that run another number of them must not lose step."""
-    cells = [(stage, 4, TINY, True, plain) for stage in (0, 1, 2)]
+    cells = [(stage, 4, TINY, True, plain) for stage in (0, 1, 2, 3)]
     problem = corners.SKIPPED_REENTRANT
     worst = hold_cells(ranks(2), problem, cells, lambda n: reference(problem, 2, n, 0.0, "fp32"))
     report(f"reentrant, skipped, {'plain' if plain else 'engine'}", 2, len(cells), *worst)
+
+
+@pytest.mark.parametrize("name", sorted(BY_RANK))
+def test_other_modules_by_rank_are_refused_where_they_are_sharded(ranks: Callable[[int], RankPool], name: str) -> None:
+    """Every rank ends within seconds; who was about to gather says which module and parameter."""
+    with pytest.raises(RankError) as caught:
+        hold_cells(ranks(2), corners.PROBLEMS[name], [(3, 4, TINY, True, False)], lambda n: expected(name, 2, n))
+    assert caught.value.types.keys() == {0, 1}
+    assert "ZeroError" in (kinds := set(caught.value.types.values())) and kinds <= {"ZeroError", "CommError"}
+    assert "all ranks run the same modules in the same order" in str(caught.value)
+    for rank, kind in caught.value.types.items():
+        assert kind == "CommError" or f"on rank {rank}, when" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(BY_RANK))
+def test_other_modules_by_rank_in_one_unit(ranks: Callable[[int], RankPool], name: str) -> None:
+    """What is gathered as a whole may be used differently."""
+    problem = replace(corners.PROBLEMS[name], model=corners.WholeBranches)
+    hold_cells(ranks(2), problem, [(3, 4, TINY, True, False), (3, 4, TINY, True, True)], lambda n: expected(name, 2, n))

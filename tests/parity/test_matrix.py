@@ -39,7 +39,7 @@ def distances(ours: Outcome, theirs: Outcome) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_matrix(
     ranks: Callable[[int], RankPool], report: Callable[..., None], world: int, stage: int, precision: str
@@ -82,7 +82,7 @@ def _independent_of_buckets(keys: list[tuple[int, float, int, bool]], outcomes: 
                 assert torch.equal(value, other.weights[name]), where
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
 def test_ddp(ranks: Callable[[int], RankPool], report: Callable[..., None], world: int, stage: int) -> None:
     worst = (0.0, 0.0, 0.0)

@@ -103,7 +103,6 @@ def test_wrong_types_and_values(config: Any, message: str) -> None:
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16: optimizer states have the dtype"),
         ({"comms_logger": {"enabled": True}}, "not available in this version: enabled=true; set it to false"),
         ({"managed_gradient_accumulation": False}, "=false is not available in this version; leave it out"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization: stage 3 is not available in this version"),
     ],
 )
 def test_what_cannot_be_together_or_yet(config: dict[str, Any], words: str) -> None:

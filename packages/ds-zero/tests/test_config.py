@@ -146,7 +146,7 @@ def test_every_default_may_be_written_out(key: str) -> None:
 
 
 @pytest.mark.parametrize("section", REFERENCE)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_reference_s_defaults_are_taken_or_refused(section: str, stage: int) -> None:
     """Key by key: what a later version brings says so, everything else is what leaving it out is."""
     other_default = {"stage3_prefetch_bucket_size", "stage"}
@@ -185,11 +185,11 @@ def test_fields_are_documented_and_the_documentation_names_the_default() -> None
                 assert float(word) == field.default, name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(stage: int) -> None:
     assert load({"stage": stage}).stage == stage
     policy = ShardPolicy.of_stage(stage)
-    assert (policy.optimizer_states, policy.gradients, policy.parameters) == (stage >= 1, stage >= 2, False)
+    assert (policy.optimizer_states, policy.gradients, policy.parameters) == (stage >= 1, stage >= 2, stage >= 3)
     assert ShardPolicy.of_stage(3) == ShardPolicy(True, True, True)
 
 
@@ -263,7 +263,7 @@ def test_the_older_name_of_gathering_on_save() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"stage": 3}, ["stage 3 is not available in this version", "use stage 0, 1 or 2"]),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, ["zero_hpz_partition_size is a part of stage 3", "set it to 1"]),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, ["offload_optimizer.device='cpu'", "set it to 'none'"]),
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, ["offload_optimizer.device='nvme'"]),
         ({"offload_param": {"device": "cpu"}}, ["offload_param.device='cpu'", "leave offload_param out"]),

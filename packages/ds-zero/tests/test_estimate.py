@@ -8,6 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ds_zero import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from ds_zero.estimate import (
     MemoryRow,
     estimate_zero2_model_states_mem_needs,
@@ -138,3 +143,56 @@ def test_frozen_and_empty_parameters() -> None:
 def test_numbers_out_of_range_are_refused(arguments: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         estimate_zero2_model_states_mem_needs_all_cold(*arguments, quiet=True)
+
+
+DOCUMENTED_3 = """\
+Estimated memory needed for params, optim states and gradients for a:
+HW: Setup with 1 node, 8 GPUs per node.
+SW: Model with 2851M total params, 32M largest layer params.
+  per CPU  |  per GPU |   Options
+   71.69GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=1
+  127.45GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=0
+   63.72GB |   0.78GB | offload_param=none, offload_optimizer=cpu , zero_init=1
+  127.45GB |   0.78GB | offload_param=none, offload_optimizer=cpu , zero_init=0
+    1.43GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=1
+  127.45GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=0
+"""
+
+
+def test_the_documented_table_of_zero_3(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = estimate_zero3_model_states_mem_needs_all_cold(2851e6, 32e6, num_gpus_per_node=8, num_nodes=1)
+    assert capsys.readouterr().out == DOCUMENTED_3
+    assert f"{estimate}\n" == DOCUMENTED_3 and estimate.largest_layer_params == 32_000_000
+
+
+def test_a_live_model_under_zero_3() -> None:
+    """T5-large's numbers in the documentation's discussion: 4 GPUs, largest layer 125 MB, 3291 and 477 MB."""
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Embedding(32128, 1024), nn.Linear(1024, 688_080, bias=False)])
+        model[1].weight = nn.Parameter(torch.empty(32128 * 1024, device="meta"))
+        rest = [nn.Parameter(torch.empty(1024 * 1024, device="meta")) for _ in range(640)]
+        model.extend([nn.ParameterList([parameter]) for parameter in rest])
+    total = sum(p.numel() for p in model.parameters())
+    estimate = estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=4, quiet=True)
+    assert (estimate.total_params, estimate.largest_layer_params) == (total, 32128 * 1024)
+    layer = 4 * 32128 * 1024
+    assert [row.gpu_bytes for row in estimate.rows[::2]] == [
+        layer,
+        layer + 2 * total // 4,
+        layer + 18 * total // 4,
+    ]
+    assert layer >> 20 == 125
+
+
+@pytest.mark.parametrize(("states", "params", "multiplier"), [(True, True, 18), (True, False, 16)])
+def test_hosts_share_what_is_offloaded_under_zero_3(states: bool, params: bool, multiplier: int) -> None:
+    with_init = estimate_zero3_model_states_mem_needs(1e6, 1e3, 8, 4, states, params, True, 1.0)
+    without = estimate_zero3_model_states_mem_needs(1e6, 1e3, 8, 4, states, params, False, 1.0)
+    assert (with_init[0], without[0]) == (multiplier * 250_000, 32_000_000)
+    assert with_init[1] == without[1] and with_init[2] == 4000
+
+
+@pytest.mark.parametrize("wrong", [{"num_gpus_per_node": 0}, {"num_nodes": 0}, {"additional_buffer_factor": -1}])
+def test_zero_3_numbers_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="is at least"):
+        estimate_zero3_model_states_mem_needs(1e6, 1e3, **wrong)  # type: ignore[arg-type]

@@ -23,7 +23,14 @@ def models(draw: st.DrawFn) -> list[ParameterInfo]:
     """Parameters of a model: scalars, empty ones, several dtypes and optimizer groups."""
     shapes = draw(st.lists(st.lists(st.integers(0, 20), max_size=3).map(tuple), min_size=1, max_size=12))
     return [
-        ParameterInfo(f"layer.{number}", shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2)))
+        ParameterInfo(
+            f"layer.{number}",
+            shape,
+            draw(st.sampled_from(DTYPES)),
+            draw(st.integers(0, 2)),
+            unit=draw(st.integers(0, 2)),
+            trained=draw(st.booleans()),
+        )
         for number, shape in enumerate(shapes)
     ]
 
@@ -58,7 +65,7 @@ def test_every_parameter_stands_once_with_its_kind(planned: Planned) -> None:
     for group in planned.groups:
         assert group.slots, "no group is empty"
         assert {slot.info.dtype for slot in group.slots} == {group.dtype}
-        assert {slot.info.param_group for slot in group.slots} == {group.param_group}
+        assert {(slot.info.unit, slot.info.trained) for slot in group.slots} == {(group.unit, group.trained)}
 
 
 @given(plans())
@@ -163,7 +170,7 @@ def test_groups_keep_to_the_limit(planned: Planned) -> None:
 @given(models(), st.integers(1, 4), st.sampled_from(list(Cut)))
 def test_without_a_limit_there_is_a_group_for_each_kind(infos: list[ParameterInfo], world: int, cut: Cut) -> None:
     groups = plan_groups(infos, world, 10**9, cut)
-    assert len(groups) == len({(info.dtype, info.param_group) for info in infos})
+    assert len(groups) == len({(info.dtype, info.unit, info.trained) for info in infos})
 
 
 @given(plans())
@@ -203,18 +210,18 @@ def test_the_printed_form() -> None:
     infos = [
         ParameterInfo("embed.weight", (40, 10), torch.bfloat16),
         ParameterInfo("head.weight", (10, 3), torch.bfloat16),
-        ParameterInfo("head.bias", (3,), torch.bfloat16, param_group=1),
+        ParameterInfo("head.bias", (3,), torch.bfloat16, unit=1, trained=False),
     ]
     plan = plan_groups(infos, 2, 10_000, Cut.ANYWHERE, first_index=5)
     assert "\n".join(map(str, plan)) == (
-        "group 5: 64 bfloat16, parameter group 1, cut at [32]\n"
+        "group 5: 64 bfloat16, frozen, cut at [32]\n"
         "  [         0          3)  head.bias [3]\n"
-        "group 6: 448 bfloat16, parameter group 0, cut at [224]\n"
+        "group 6: 448 bfloat16, cut at [224]\n"
         "  [         0         30)  head.weight [10, 3]\n"
         "  [        32        432)  embed.weight [40, 10]"
     )
     (alone,) = plan_groups(infos[:1], 2, 10_000, Cut.NOWHERE)
-    assert str(alone).startswith("group 0: 416 bfloat16, parameter group 0, every rank\n")
+    assert str(alone).startswith("group 0: 416 bfloat16, every rank\n")
 
 
 def test_one_parameter_larger_than_the_limit_is_a_group() -> None:

@@ -13,7 +13,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=-1, help="handed in by the launcher")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("config.json"))
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder for the history and the curves")
-    parser.add_argument("--zero", type=int, choices=range(3), default=2, help="the ZeRO stage")
+    parser.add_argument("--zero", type=int, choices=range(4), default=2, help="the ZeRO stage")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps; the schedule fits them")
     parser.add_argument("--evaluate-every", type=int, default=15, help="steps between held-out evaluations")
     parser.add_argument("--held-out-batches", type=int, default=4, help="micro-batches a rank evaluates")

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ds_engine.names import did_you_mean
+from ds_comm.names import did_you_mean
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -20,7 +20,7 @@ from ds_engine.getters import Getters
 from ds_engine.precision import LossScaler
 from ds_engine.progress import logger
 from ds_engine.scaling import CARRIED
-from ds_zero import ShardedOptimizer
+from ds_zero import GatheredParameters, ShardedOptimizer
 
 
 def _closed() -> NoReturn:
@@ -320,8 +320,18 @@ class Engine(Getters, nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own state_dict: the same keys as without an engine."""
-        return self.module.state_dict(*args, **kwargs)
+        """The model's own state_dict: the same keys as without an engine.
+
+        In stage 3 collective, and a copy of all values on every rank.
+        """
+        if self.config.zero_optimization.stage < 3:
+            return self.module.state_dict(*args, **kwargs)
+        with GatheredParameters(self.module):
+            found = self.module.state_dict(*args, **kwargs)
+            for name, value in found.items():
+                if isinstance(value, torch.Tensor):
+                    found[name] = value.detach().clone()
+            return found
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """The model's own, and the masters follow. Every rank loads the same values.
@@ -337,9 +347,10 @@ class Engine(Getters, nn.Module):
                 "values are copied into the parameters that the engine trains: assign=True would replace them; "
                 "leave it out, or load before initialize()"
             )
-        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        if self.optimizer is not None:
-            self.optimizer.adopt_values()
+        with GatheredParameters(self.module):
+            result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            if self.optimizer is not None:
+                self.optimizer.adopt_values()
         return result
 
     def __getattr__(self, name: str) -> Any:

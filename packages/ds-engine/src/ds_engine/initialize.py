@@ -101,6 +101,7 @@ def initialize(
                 prescale_gradients=parsed.prescale_gradients,
                 gradient_predivide_factor=parsed.gradient_predivide_factor,
                 average=parsed.gradient_allreduce_op == "mean",
+                module=model,
             )
             undo.callback(sharded.close)
         _share(model, sharded, comm)
@@ -246,7 +247,8 @@ def _share(model: nn.Module, sharded: ShardedOptimizer | None, comm: Communicato
     """Rank 0's buffers, and parameters that no optimizer holds, go to every rank."""
     if comm.world == 1:
         return
-    held = {id(p) for group in sharded.groups for p in group.parameters} if sharded is not None else set()
+    groups = [] if sharded is None else [*sharded.groups, *sharded.frozen_groups]
+    held = {id(p) for group in groups for p in group.parameters}
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if id(tensor) in held or not tensor.numel():

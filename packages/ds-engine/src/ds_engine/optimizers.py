@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_engine.names import did_you_mean
+from ds_comm.names import did_you_mean
 from ds_engine.optim_adam import UncorrectedAdam
 from ds_engine.optim_lamb import Lamb
 from ds_engine.optim_lion import Lion

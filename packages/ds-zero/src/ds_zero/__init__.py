@@ -8,7 +8,23 @@ from ds_zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
+from ds_zero.estimate3 import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from ds_zero.external import register_external_parameter, unregister_external_parameter
+from ds_zero.fetch_plan import FetchPlan, Unit, plan_units
+from ds_zero.gathered import GatheredParameters
+from ds_zero.init import Init
 from ds_zero.layout import Cut, GroupLayout, ParameterInfo, Slot, plan_groups
+from ds_zero.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from ds_zero.policy import ShardPolicy
 from ds_zero.sharded_optimizer import ShardedOptimizer, StepReport
 from ds_zero.state_access import (
@@ -28,7 +44,10 @@ from ds_zero.state_access import (
 
 __all__ = [
     "Cut",
+    "FetchPlan",
+    "GatheredParameters",
     "GroupLayout",
+    "Init",
     "MemoryEstimate",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
@@ -37,12 +56,19 @@ __all__ = [
     "ShardedOptimizer",
     "Slot",
     "StepReport",
+    "Unit",
     "ZeroConfig",
     "ZeroError",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "get_z3_leaf_modules",
     "plan_groups",
+    "plan_units",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -55,4 +81,9 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]

@@ -183,13 +183,11 @@ class ZeroConfig(BaseModel):
 
     @model_validator(mode="after")
     def _available(self) -> ZeroConfig:
-        if self.stage == 3:
-            raise ValueError("stage 3 is not available in this version: stage=3; use stage 0, 1 or 2")
         for name in _ONLY_STAGE_3:
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:
                 raise ValueError(
-                    f"{name} belongs to stage 3, which is not available in this version: "
+                    f"{name} is a part of stage 3 that is not available in this version: "
                     f"{name}={json.dumps(value)}; set it to {json.dumps(default)} or leave it out"
                 )
         if self.zenflow is not None:

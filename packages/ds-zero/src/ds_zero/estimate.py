@@ -42,6 +42,8 @@ class MemoryEstimate:
     """Factor on the host's memory, to be on the safe side."""
     rows: tuple[MemoryRow, ...]
     """One row for each set of options."""
+    largest_layer_params: int | None = None
+    """Parameters of the largest module by itself; of ZeRO-3 only."""
 
     def __str__(self) -> str:
         return "\n".join(
@@ -49,11 +51,16 @@ class MemoryEstimate:
                 "Estimated memory needed for params, optim states and gradients for a:",
                 f"HW: Setup with {_counted(self.num_nodes, 'node')}, "
                 f"{_counted(self.num_gpus_per_node, 'GPU')} per node.",
-                f"SW: Model with {self.total_params // 10**6}M total params.",
+                f"SW: Model with {self.total_params // 10**6}M total params{self._largest()}.",
                 "  per CPU  |  per GPU |   Options",
                 *(f"{row.cpu_bytes / GB:8.2f}GB | {row.gpu_bytes / GB:6.2f}GB | {row.options}" for row in self.rows),
             ]
         )
+
+    def _largest(self) -> str:
+        if self.largest_layer_params is None:
+            return ""
+        return f", {self.largest_layer_params // 10**6}M largest layer params"
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -87,10 +94,10 @@ def estimate_zero2_model_states_mem_needs(
     Raises:
         ValueError: a number out of its range.
     """
-    _check_at_least("total_params", total_params, 0)
-    _check_at_least("num_gpus_per_node", num_gpus_per_node, 1)
-    _check_at_least("num_nodes", num_nodes, 1)
-    _check_at_least("additional_buffer_factor", additional_buffer_factor, 0)
+    check_at_least("total_params", total_params, 0)
+    check_at_least("num_gpus_per_node", num_gpus_per_node, 1)
+    check_at_least("num_nodes", num_nodes, 1)
+    check_at_least("additional_buffer_factor", additional_buffer_factor, 0)
     if cpu_offload:
         cpu_bytes = total_params * max(4 * num_gpus_per_node, 16) * additional_buffer_factor
         gpu_bytes = 2 * total_params
@@ -155,11 +162,12 @@ def estimate_zero2_model_states_mem_needs_all_live(
         ValueError: a number out of its range.
     """
     return estimate_zero2_model_states_mem_needs_all_cold(
-        _count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor, quiet=quiet
+        count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor, quiet=quiet
     )
 
 
-def _count_params(model: nn.Module) -> int:
+def count_params(model: nn.Module) -> int:
+    """Parameters of a model, those that share memory once."""
     # Two parameters of one address are one (tied through `.data`); `parameters()` has merged the others.
     numels: dict[tuple[str, int], int] = {}
     for param in model.parameters():
@@ -178,6 +186,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _check_at_least(name: str, value: float, least: int) -> None:
+def check_at_least(name: str, value: float, least: int) -> None:
+    """Raises a ValueError where a number is less."""
     if not value >= least:
         raise ValueError(f"{name} is at least {least}, got {value!r}: give the number your setup has")

@@ -1,7 +1,7 @@
 """The sharding plan: which parameters travel together, and which rank owns what. Data only, no tensors.
 
-A shard group is a run of parameters of one dtype and one optimizer parameter group, laid one after another
-in a flat buffer. `splits` cuts that buffer into one interval a rank. How it is cut is the only difference
+A shard group is a run of parameters of one dtype and one unit of the model, all of them trained or none, laid one
+after another in a flat buffer. `splits` cuts that buffer into one interval a rank. How it is cut is the only difference
 between a replicated state (not at all), ZeRO's even shards (anywhere), and optimizers that must see whole
 parameters (between parameters).
 """
@@ -44,6 +44,11 @@ class ParameterInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     param_group: int = 0
+    """Number of the optimizer's parameter group; without meaning where it is not trained."""
+    unit: int = 0
+    """Number of the part of the model it is gathered with; see `fetch_plan`."""
+    trained: bool = True
+    """It has gradients and optimizer states."""
 
     @property
     def numel(self) -> int:
@@ -79,9 +84,14 @@ class GroupLayout:
         return self.slots[0].info.dtype
 
     @property
-    def param_group(self) -> int:
-        """The optimizer parameter group that all its parameters belong to."""
-        return self.slots[0].info.param_group
+    def unit(self) -> int:
+        """The part of the model that all its parameters belong to."""
+        return self.slots[0].info.unit
+
+    @property
+    def trained(self) -> bool:
+        """Its parameters have gradients and optimizer states."""
+        return self.slots[0].info.trained
 
     def owned(self, rank: int) -> tuple[int, int]:
         """The interval of the flat buffer whose states `rank` updates."""
@@ -107,7 +117,8 @@ class GroupLayout:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         owners = "every rank" if self.splits is None else f"cut at {list(self.splits[1:-1])}"
-        lines = [f"group {self.index}: {self.numel:,} {dtype}, parameter group {self.param_group}, {owners}"]
+        frozen = "" if self.trained else "frozen, "
+        lines = [f"group {self.index}: {self.numel:,} {dtype}, {frozen}{owners}"]
         lines += [f"  [{s.offset:>10,} {s.stop:>10,})  {s.info.name} {list(s.info.shape)}" for s in self.slots]
         return "\n".join(lines)
 
@@ -137,10 +148,10 @@ def plan_groups(
     counts = Counter(info.name for info in parameters)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"parameters are told apart by name: {twice[0]!r} stands twice; name each parameter once")
-    filling: dict[tuple[torch.dtype, int], list[tuple[int, ParameterInfo]]] = {}
+    filling: dict[tuple[torch.dtype, int, bool], list[tuple[int, ParameterInfo]]] = {}
     done: list[list[tuple[int, ParameterInfo]]] = []
     for order, info in reversed(list(enumerate(parameters))):
-        key = (info.dtype, info.param_group)
+        key = (info.dtype, info.unit, info.trained)
         run = filling.setdefault(key, [])
         if run and sum(_aligned(i.numel) for _, i in run) + _aligned(info.numel) > max_numel:
             done.append(run)

@@ -98,6 +98,10 @@ class Reducer:
         self._again: set[int] = set()
         self._late: set[int] = set()
         self._hooks: list[Any] = []
+        self.paced = False
+        """Groups are complete when `complete` says so, not when their last gradient has come."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a backward has ended, also where it was only collected."""
 
     def add(self, group: ShardGroup) -> None:
         """Takes over a group's gradients. The same groups in the same order on every rank."""
@@ -135,15 +139,28 @@ class Reducer:
         group.accumulate(slot, gradient)
         if (number, slot) not in self._seen:
             self._seen.add((number, slot))
-            self._missing[number] -= 1
+            if not self.paced:
+                self._missing[number] -= 1
             if self._reducing:
                 self._send_ready()
+
+    def complete(self, group: ShardGroup) -> None:
+        """No gradient of the group is to come in this backward; for `paced` groups."""
+        if not self._held:
+            self.drop_stale()
+            self._follow()
+        if not self._open:
+            self._begin()
+        self._missing[self.groups.index(group)] = 0
+        if self._reducing:
+            self._send_ready()
 
     def watch(self, outputs: Any) -> None:
         """Marks what the model gave out; see Note [Backward inside backward]."""
         if self._comm.world == 1:
             return
         me = weakref.ref(self)
+        # A paced reducer needs to know of backwards in which no parameter gets a gradient.
 
         def arrive(gradient: torch.Tensor) -> None:
             if (reducer := me()) is not None and not reducer._held:
@@ -164,6 +181,7 @@ class Reducer:
     def _end(self, running: _Running) -> None:
         self._running = lambda: None
         self.close_round()
+        self.on_end()
         self._notify(False)
 
     @property
@@ -175,7 +193,7 @@ class Reducer:
         self._factor = self._ask_factor(True)
         self._open, self._next = True, 0
         self._reducing = (self._held or self.is_alone) and self._wants_reduction()
-        self._missing = [sum(p.requires_grad for p in group.parameters) for group in self.groups]
+        self._missing = [sum(p.requires_grad for p in group.parameters) + self.paced for group in self.groups]
         self._seen = set()
         self._again = set()
 
@@ -219,6 +237,7 @@ class Reducer:
             if not self._open:  # no gradient came; the other ranks may have some
                 self._begin()
             self.close_round()
+            self.on_end()
         finally:
             self._held = False
 
@@ -294,6 +313,7 @@ class Reducer:
         """Forgets all gradients if a backward was broken off."""
         if self.is_stale:
             self.clear()
+            self.on_end()
             self.on_broken()
 
     def clear(self) -> None:

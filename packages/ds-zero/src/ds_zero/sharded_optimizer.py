@@ -1,4 +1,4 @@
-"""ShardedOptimizer: ZeRO's stages 0 to 2 around any torch optimizer.
+"""ShardedOptimizer: ZeRO's stages around any torch optimizer.
 
 A step is: gradients reduced into shards → one norm over all ranks → the optimizer updates this rank's
 pieces → updated shards gathered into the parameters.
@@ -20,7 +20,9 @@ from ds_zero.agreement import Agreement, agree, agree_on_parameters
 from ds_zero.buffers import BufferPool
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
-from ds_zero.layout import Cut, ParameterInfo, plan_groups
+from ds_zero.fetch_plan import plan_units
+from ds_zero.fetcher import Fetcher
+from ds_zero.layout import Cut, GroupLayout, ParameterInfo, plan_groups
 from ds_zero.policy import ShardPolicy
 from ds_zero.reducer import Reducer
 from ds_zero.shard_group import Piece, ReductionOptions, ShardGroup
@@ -66,9 +68,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         prescale_gradients: divide by the number of ranks before the sum rather than after. Default: false.
         gradient_predivide_factor: with prescaling off, the part of the division done before. Default: 1.
         average: over ranks; False sums. Default: true.
+        module: the model, all of whose parameters are sharded in stage 3, the frozen ones too. Not needed below.
 
     Raises:
-        ValueError: the optimizer has no parameter that requires a gradient, or can't work on shards.
+        ValueError: the optimizer has no parameter that requires a gradient, or can't work on shards, or stage 3
+            has no module.
         ZeroError: a parameter is complex, shares memory with another, or another ShardedOptimizer holds it; or
             ranks have other parameters.
     """
@@ -88,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         prescale_gradients: bool = False,
         gradient_predivide_factor: float = 1.0,
         average: bool = True,
+        module: nn.Module | None = None,
     ):
         check_optimizer(optimizer)
         self.inner = optimizer
@@ -128,6 +133,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             lambda running: self.notify(running),
         )
         self._names = {id(p): name for name, p in named_parameters}
+        self._frozen: list[ShardGroup] = []
+        self.fetcher: Fetcher | None = None
+        """Gathers parameters for use, in stage 3."""
+        if self.policy.parameters:
+            self.fetcher = self._make_fetcher(module)
         self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
         self._past: dict[torch.Tensor, Any] = {}  # states that the optimizer had for them
         listed = [(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
@@ -165,6 +175,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The shard groups, in the order of their reductions."""
         return self.reducer.groups
 
+    @property
+    def frozen_groups(self) -> list[ShardGroup]:
+        """In stage 3, the groups of what is not trained."""
+        return self._frozen
+
     def specs(self) -> list[ShardSpec]:
         """The pieces of parameters that this rank updates."""
         return [piece.spec for group in self.groups for piece in group.pieces]
@@ -172,49 +187,93 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check(self, listed: list[tuple[int, nn.Parameter]]) -> None:
         check_parameters((self._names.get(id(p), "a parameter"), p) for _, p in listed if p.requires_grad)
 
-    def _admit(self) -> None:
-        """Takes in the waiting parameters that require a gradient."""
-        ready = [(i, p) for i, p in self._waiting if p.requires_grad]
-        if ready:
-            self._check(ready)
-            self._waiting = [(i, p) for i, p in self._waiting if not p.requires_grad]
-            self._adopt(ready)
+    def _make_fetcher(self, module: nn.Module | None) -> Fetcher:
+        if module is None:
+            raise ValueError("stage 3 gathers parameters around their modules' forward: module is None; pass module=")
+        config = self.config
+        plan = plan_units(
+            module,
+            max(min(config.prefetch_bucket_size, config.max_live_parameters), 1),
+            config.param_persistence_threshold,
+            config.model_persistence_threshold,
+        )
+        self._model = dict(module.named_parameters())
+        self.reducer.paced = True
+        fetcher = Fetcher(module, plan, config, self.reducer.complete)
+        self.reducer.on_end = fetcher.end_backward
+        return fetcher
 
-    def _adopt(self, parameters: list[tuple[int, nn.Parameter]]) -> None:
-        """Lays parameters out in new shard groups and hands this rank's pieces to the optimizer."""
-        infos, by_name = [], {}
+    def _admit(self) -> None:
+        """Takes in the waiting parameters that require a gradient; in stage 3, at first, the whole model."""
+        ready = [(i, p) for i, p in self._waiting if p.requires_grad]
+        if not ready:
+            return
+        self._waiting = [(i, p) for i, p in self._waiting if not p.requires_grad]
+        frozen: list[nn.Parameter] = []
+        if self.fetcher is not None:
+            thawed = {id(p) for _, p in ready}
+            if not self.groups:
+                frozen = [p for p in self._model.values() if id(p) not in thawed]
+            for group in [g for g in self._frozen if any(id(p) in thawed for p in g.parameters)]:
+                group.release()
+                self._frozen.remove(group)
+                frozen += [p for p in group.parameters if id(p) not in thawed]
+        self._check(ready)
+        self._adopt(ready, frozen)
+
+    def _adopt(self, trained: list[tuple[int, nn.Parameter]], frozen: list[nn.Parameter]) -> None:
+        """Lays parameters out in new shard groups and hands this rank's pieces of the trained to the optimizer."""
+        by_name = {}
+        infos = {True: [], False: []}  # type: dict[bool, list[ParameterInfo]]
+        units = self.fetcher.plan.unit_of() if self.fetcher is not None else {}
         order = {identity: position for position, identity in enumerate(self._names)}
-        for index, (param_group, parameter) in enumerate(
-            sorted(parameters, key=lambda pair: order.get(id(pair[1]), len(order)))
+        listed = [(i, p, True) for i, p in trained] + [(-1, p, False) for p in frozen]
+        for index, (param_group, parameter, trains) in enumerate(
+            sorted(listed, key=lambda each: order.get(id(each[1]), len(order)))
         ):
             name = self._names.get(id(parameter), f"parameter.{len(self.groups)}.{index}")
             by_name[name] = parameter
-            dtype = self._parameter_dtype or parameter.dtype
-            infos.append(ParameterInfo(name, tuple(parameter.shape), dtype, param_group))
-        device = parameters[0][1].device.type
+            dtype = (self._parameter_dtype if trains else None) or parameter.dtype
+            unit = units.get(name, 0)
+            infos[trains].append(ParameterInfo(name, tuple(parameter.shape), dtype, param_group, unit, trains))
         most = min(
             self.config.reduce_bucket_size,
             self.config.allgather_bucket_size,
-            _MOST_ELEMENTS.get(device, _MOST_ELEMENTS_ACCELERATOR),
+            _MOST_ELEMENTS.get(trained[0][1].device.type, _MOST_ELEMENTS_ACCELERATOR),
         )
         if not self.config.contiguous_gradients:
             most = 1  # every parameter on its own
-        agree_on_parameters(infos, self.comm, parameters[0][1].device)
-        for layout in plan_groups(infos, self.comm.world, most, self._cut, len(self.groups)):
-            members = [by_name[slot.info.name] for slot in layout.slots]
-            low = layout.dtype in (torch.bfloat16, torch.float16)
-            group = ShardGroup(
-                layout, members, self.comm, self._pool, self._options, self._master_dtype if low else None
-            )
+        agree_on_parameters(infos[True] + infos[False], self.comm, trained[0][1].device)
+        for layout in plan_groups(infos[True], self.comm.world, most, self._cut, len(self.groups)):
+            group = self._lay_out(layout, by_name)
             self.reducer.add(group)
-            for slot, parameter in enumerate(members):
+            for slot, parameter in enumerate(group.parameters):
                 register_owner(parameter, self, layout.index, slot)
             for piece in group.pieces:
-                self.inner.param_groups[layout.param_group]["params"].append(piece.tensor)
-                if state := self._past.get(members[piece.slot]):
+                index = layout.slots[piece.slot].info.param_group
+                self.inner.param_groups[index]["params"].append(piece.tensor)
+                if state := self._past.get(group.parameters[piece.slot]):
                     self.inner.state[piece.tensor] = {k: _cut_state(v, piece) for k, v in state.items()}
-        for _, parameter in parameters:
+        for layout in plan_groups(infos[False], self.comm.world, most, Cut.ANYWHERE) if infos[False] else ():
+            self._frozen.append(self._lay_out(layout, by_name))
+        for _, parameter in trained:
             self._past.pop(parameter, None)
+        if self.fetcher is not None:
+            groups = [*self.groups, *self._frozen]
+            self.fetcher.assign(groups, {s.info.name: g for g in groups for s in g.layout.slots})
+
+    def _lay_out(self, layout: GroupLayout, by_name: dict[str, nn.Parameter]) -> ShardGroup:
+        low = layout.trained and layout.dtype in (torch.bfloat16, torch.float16)
+        sharded = self.fetcher is not None and not self.fetcher.plan.units[layout.unit].persistent
+        return ShardGroup(
+            layout,
+            [by_name[slot.info.name] for slot in layout.slots],
+            self.comm,
+            self._pool,
+            self._options,
+            self._master_dtype if low else None,
+            sharded,
+        )
 
     def prepare(self) -> None:
         """Before a forward pass in training: takes in parameters that were frozen and require a gradient now.
@@ -295,6 +354,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step() takes no closure: gradients are reduced during backward; call backward first")
         self.prepare()
+        if self.fetcher is not None:
+            self.fetcher.end_backward()
         for group in self.groups:
             group.reclaim()
         self.reducer.finish()
@@ -365,8 +426,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step()
 
     def adopt_values(self) -> None:
-        """Takes what was written into the parameters from outside as the new values to update."""
-        for group in self.groups:
+        """Takes what was written into the parameters from outside as the new values to update.
+
+        Sharded parameters are gathered then: it stands inside `with GatheredParameters(...)`.
+        """
+        for group in (*self.groups, *self._frozen):
+            group.adopt_gathered()
             if group.master is not group.shard:
                 group.master.copy_(group.shard)
 
@@ -377,14 +442,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Takes the hooks off and gives the parameters storage of their own. The wrapped optimizer is spent."""
         self.reducer.close()
-        for group in self.groups:
+        if self.fetcher is not None:
+            self.fetcher.close()
+        for group in (*self.groups, *self._frozen):
             group.release()
             for parameter in group.parameters:
                 release_owner(parameter)
         for each in self.inner.param_groups:
             each["params"] = []
         self.inner.state.clear()
-        self.reducer.groups = []
+        self.reducer.groups, self._frozen = [], []
         self._pool.clear()
 
 

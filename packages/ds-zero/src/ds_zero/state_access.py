@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_zero.errors import ZeroError
+from ds_zero.gathered import GatheredParameters
 from ds_zero.shard_group import Piece, ShardGroup
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """
     owner = _owner(param)
     if owner is None:
-        return param.detach().float().clone()
+        with GatheredParameters(param):
+            return param.detach().float().clone()
     owner.group.reclaim()
     return _assemble(owner, param, lambda piece: piece.tensor)
 
@@ -122,11 +124,16 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     _check(param, value)
     with torch.no_grad():
         owner = _owner(param)
-        if owner is not None:
-            owner.group.reclaim()
-        param.copy_(value)
-        for piece in owner.pieces if owner is not None else []:
+        if owner is None or not owner.group.sharded:
+            if owner is not None:
+                owner.group.reclaim()
+            with GatheredParameters(param, modifier_rank=0):
+                param.copy_(value)
+        if owner is None:
+            return
+        for piece in owner.pieces:
             piece.tensor.copy_(piece.spec.of(value).view(piece.tensor.shape))
+            owner.group.shard[piece.start : piece.start + piece.spec.numel].copy_(piece.tensor.reshape(-1))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

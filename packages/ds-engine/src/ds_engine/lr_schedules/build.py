@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
+from ds_comm.names import did_you_mean
 from ds_engine.lr_schedules.one_cycle import OneCycle
 from ds_engine.lr_schedules.range_test import LRRangeTest
 from ds_engine.lr_schedules.schedule import HasParamGroups, Schedule
 from ds_engine.lr_schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
-from ds_engine.names import did_you_mean
 
 SCHEDULES: dict[str, type[Schedule]] = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 
+from ds_comm.names import did_you_mean
 from ds_engine.lr_schedules.schedule import HasParamGroups, PerGroup, Schedule, whole
-from ds_engine.names import did_you_mean
 
 logger = logging.getLogger(__name__)
 
