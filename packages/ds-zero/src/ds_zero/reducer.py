@@ -25,6 +25,7 @@ A gradient that nobody asks for, as a discriminator's from its generator's loss,
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +99,9 @@ class Reducer:
         self._again: set[int] = set()
         self._late: set[int] = set()
         self._hooks: list[Any] = []
+        self.most_in_flight: int | None = None
+        """Groups that may be on their way at a time, where whole gradients are not to pile up; None is no limit."""
+        self._in_flight: deque[ShardGroup] = deque()
         self.paced = False
         """Groups are complete when `complete` says so, not when their last gradient has come."""
         self.on_end: Callable[[], None] = lambda: None
@@ -205,7 +209,12 @@ class Reducer:
     def _send(self, number: int) -> None:
         self.order = (self.order * 31 + self._line.num_sent) % 65521
         self._line.num_sent += 1
-        self.groups[number].start_reduction(async_op=self._overlap)
+        group = self.groups[number]
+        group.start_reduction(async_op=self._overlap)
+        if self._overlap and self.most_in_flight is not None:
+            self._in_flight.append(group)
+            while len(self._in_flight) > self.most_in_flight:
+                self._in_flight.popleft().finish_reduction()
 
     def _surprise(self, number: int, slot: int) -> None:
         if self._agreed:
@@ -319,6 +328,7 @@ class Reducer:
     def clear(self) -> None:
         """Forgets all gradients; the next ones start afresh."""
         self._open = False
+        self._in_flight.clear()
         for group in self.groups:
             group.drop_gradients()
         self.used.clear()

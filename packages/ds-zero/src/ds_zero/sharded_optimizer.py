@@ -132,11 +132,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             lambda running: self.loss_scale / (self.carried_scale() if running else 1.0),
             lambda running: self.notify(running),
         )
+        if self.policy.gradients:
+            self.reducer.most_in_flight = 2
         self._names = {id(p): name for name, p in named_parameters}
         self._frozen: list[ShardGroup] = []
         self.fetcher: Fetcher | None = None
         """Gathers parameters for use, in stage 3."""
-        if self.policy.parameters:
+        if self.policy.parameters and module is None:
+            raise ValueError("stage 3 gathers parameters around their modules' forward: module is None; pass module=")
+        if self.policy.parameters and module is not None and comm.world > 1:
             self.fetcher = self._make_fetcher(module)
         self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
         self._past: dict[torch.Tensor, Any] = {}  # states that the optimizer had for them
@@ -152,7 +156,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._past = dict(optimizer.state)
         optimizer.state.clear()
         self._waiting = listed
-        self._admit()
+        try:
+            self._admit()
+        except BaseException:
+            if self.fetcher is not None:
+                self.fetcher.close()
+            raise
 
     # The wrapped optimizer's own lists: schedulers and users see one set, whichever they hold.
     @property
@@ -187,9 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check(self, listed: list[tuple[int, nn.Parameter]]) -> None:
         check_parameters((self._names.get(id(p), "a parameter"), p) for _, p in listed if p.requires_grad)
 
-    def _make_fetcher(self, module: nn.Module | None) -> Fetcher:
-        if module is None:
-            raise ValueError("stage 3 gathers parameters around their modules' forward: module is None; pass module=")
+    def _make_fetcher(self, module: nn.Module) -> Fetcher:
         config = self.config
         plan = plan_units(
             module,
