@@ -109,6 +109,12 @@ def test_momentum_of_a_parameter_that_comes_late(
     assert not torch.equal(model[0].bias, before)
 
 
+def test_stage_3_without_an_optimizer_is_refused(start: Start) -> None:
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
+    with pytest.raises(ConfigError, match="pass an optimizer, or set"):
+        ds_engine.initialize(model=nn.Linear(2, 2), config=config)
+
+
 def test_a_callers_sampler_keeps_its_epoch(start: Start) -> None:
     dataset = TensorDataset(torch.arange(32.0).view(32, 1))
     engine, *_ = start()

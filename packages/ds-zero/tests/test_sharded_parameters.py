@@ -14,7 +14,7 @@ import ds_zero
 from ds_comm import communicator
 from ds_zero import GatheredParameters, Init, ShardedOptimizer, ZeroConfig, ZeroError
 from ds_zero.covered import is_covered
-from ds_zero.shard_group import group_of
+from ds_zero.group_storage import group_of
 from testing import RankPool
 
 Ranks = Callable[[int], RankPool]

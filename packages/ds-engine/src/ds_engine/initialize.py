@@ -83,6 +83,11 @@ def initialize(
     parameter_dtype = _parameter_dtype(model, parsed)
     _check_scheduler(lr_scheduler, parsed)  # before anything is changed
     inner = _optimizer(optimizer, model, model_parameters, parsed, parsed.precision.masters or parameter_dtype)
+    if inner is None and parsed.zero_optimization.stage == 3:
+        raise ConfigError(
+            "stage 3 shards what an optimizer trains, and there is none: sharding a model only to run it is not "
+            'available in this version; pass an optimizer, or set "stage": 0'
+        )
     if parameter_dtype is not None:
         _cast(model, parameter_dtype, inner)
     with ExitStack() as undo:

@@ -25,6 +25,7 @@ from ds_comm import CommError
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
 from ds_zero.fetch_plan import FetchPlan, Unit
+from ds_zero.group_storage import GroupStorage
 from ds_zero.shard_group import ShardGroup
 
 
@@ -34,12 +35,12 @@ class _Running:
 
     unit: Unit
     own: list[ShardGroup] = field(default_factory=list)
-    shared: list[ShardGroup] = field(default_factory=list)
-    external: list[ShardGroup] = field(default_factory=list)
+    shared: list[GroupStorage] = field(default_factory=list)
+    external: list[GroupStorage] = field(default_factory=list)
     """Others' groups that were used in its forward: gathered with it from then on."""
-    entered: list[list[ShardGroup]] = field(default_factory=list)
+    entered: list[list[GroupStorage]] = field(default_factory=list)
     """By call of forward under way: what it holds."""
-    kept: list[ShardGroup] = field(default_factory=list)
+    kept: list[GroupStorage] = field(default_factory=list)
     """What its backward holds."""
     pending: int = 0
     """Forwards whose backward is to come."""
@@ -47,7 +48,7 @@ class _Running:
     """No input of one of them needs a gradient: its backward ends when the whole does."""
 
     @property
-    def needed(self) -> list[ShardGroup]:
+    def needed(self) -> list[GroupStorage]:
         return [group for group in (*self.own, *self.shared, *self.external) if group.sharded]
 
 
@@ -65,7 +66,7 @@ class Fetcher:
         self.plan, self._config, self._complete = plan, config, complete
         self._units = [_Running(unit) for unit in plan.units]
         self._stack: list[_Running] = []  # units whose forward runs, the innermost last
-        self._loose: list[ShardGroup] = []  # gathered for backward by a use that no unit foresaw
+        self._loose: list[GroupStorage] = []  # gathered for backward by a use that no unit foresaw
         self._twice = False  # the backward under way makes a graph (create_graph), which needs the values again
         self._trace: list[int] = []  # units in the order of the forward under way
         self._order: list[int] = []  # and of the last whole one
@@ -144,7 +145,7 @@ class Fetcher:
         live = sum(group.layout.numel for group in self._groups if group.gathered)
         return distance <= self._config.max_reuse_distance and live <= self._config.max_live_parameters
 
-    def _touch(self, group: ShardGroup) -> None:
+    def _touch(self, group: GroupStorage) -> None:
         """A sharded parameter is used: by the unit whose forward runs, or in backward."""
         if self._stack:
             running = self._stack[-1]
@@ -162,7 +163,7 @@ class Fetcher:
                 "to write it"
             )
 
-    def _keep(self, group: ShardGroup) -> None:
+    def _keep(self, group: GroupStorage) -> None:
         """Until backward has ended."""
         group.hold()
         self._loose.append(group)
@@ -186,7 +187,7 @@ class Fetcher:
             running.kept = running.needed
             self._gather(running.kept, running, "backward")
 
-    def _gather(self, groups: list[ShardGroup], running: _Running, what: str) -> None:
+    def _gather(self, groups: list[GroupStorage], running: _Running, what: str) -> None:
         for group in groups:
             try:
                 group.hold()
@@ -256,10 +257,10 @@ class Fetcher:
         self._hooks = []
 
 
-def _weakly(fetcher: Fetcher, method: Callable[[Fetcher, ShardGroup], None]) -> Callable[[ShardGroup], None]:
+def _weakly(fetcher: Fetcher, method: Callable[[Fetcher, GroupStorage], None]) -> Callable[[GroupStorage], None]:
     me = weakref.ref(fetcher)
 
-    def call(group: ShardGroup) -> None:
+    def call(group: GroupStorage) -> None:
         if (alive := me()) is not None:
             method(alive, group)
 

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from ds_zero.shard_group import ShardGroup, group_of
+from ds_zero.group_storage import GroupStorage, group_of
 
 
 class GatheredParameters:
@@ -41,7 +41,7 @@ class GatheredParameters:
             params = params.parameters()
         listed = [params] if isinstance(params, nn.Parameter) else list(params)
         found = (group_of(parameter) for parameter in listed) if enabled else ()
-        self._groups: list[ShardGroup] = list(dict.fromkeys(group for group in found if group is not None))
+        self._groups: list[GroupStorage] = list(dict.fromkeys(group for group in found if group is not None))
         self._modifier_rank = modifier_rank
         for world in {group.comm.world for group in self._groups}:
             if modifier_rank is not None and not 0 <= modifier_rank < world:

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_comm import Communicator, communicator
-from ds_zero.buffers import BufferPool
 from ds_zero.errors import ZeroError
+from ds_zero.group_storage import GroupStorage, group_of
 from ds_zero.layout import Cut, ParameterInfo, plan_groups
-from ds_zero.shard_group import ReductionOptions, ShardGroup, group_of
 
 # By module: the groups of its own parameters, until an engine lays them out anew.
-_groups: weakref.WeakKeyDictionary[nn.Module, list[ShardGroup]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[nn.Module, list[GroupStorage]] = weakref.WeakKeyDictionary()
 _MOST_GATHERED = 50_000_000
 """Elements that stay gathered while a construction writes them."""
 
@@ -80,7 +79,7 @@ class Init:
         self._group = data_parallel_group
         self._dtype = dtype or _dtype_of(config_dict_or_path if config_dict_or_path is not None else config)
         self._depth = 0  # constructions under way
-        self._written: list[ShardGroup] = []
+        self._written: list[GroupStorage] = []
         self._undo: list[Callable[[], None]] = []
         self._outermost = False
         if module is not None and enabled:
@@ -173,11 +172,11 @@ class Init:
         infos = [ParameterInfo(name, tuple(p.shape), p.dtype) for name, p in own.items()]
         for layout in plan_groups(infos, comm.world, 1 << 60, Cut.ANYWHERE) if infos else ():
             members = [own[slot.info.name] for slot in layout.slots]
-            group = ShardGroup(layout, members, comm, BufferPool(), ReductionOptions(), None, sharded=True)
+            group = GroupStorage(layout, members, comm, sharded=True)
             group.on_touch = _touch
             _groups.setdefault(module, []).append(group)
 
-    def _write(self, group: ShardGroup) -> None:
+    def _write(self, group: GroupStorage) -> None:
         """A sharded parameter is used while modules are built."""
         group.hold()
         self._written.append(group)
@@ -190,13 +189,13 @@ class Init:
             while self._written:
                 self._take_in(self._written.pop())
 
-    def _take_in(self, group: ShardGroup) -> None:
+    def _take_in(self, group: GroupStorage) -> None:
         if group.sharded and group.parameters:
             group.adopt_gathered(source=0)
             group.drop()
 
 
-def _touch(group: ShardGroup) -> None:
+def _touch(group: GroupStorage) -> None:
     if Init._active is not None:
         Init._active._write(group)
         return

@@ -7,6 +7,7 @@ pieces → updated shards gathered into the parameters.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,17 @@ import torch
 from torch import nn
 
 from ds_comm import Communicator, ShardSpec
-from ds_zero.admission import check_optimizer, check_parameters
-from ds_zero.agreement import Agreement, agree, agree_on_parameters
-from ds_zero.buffers import BufferPool
+from ds_zero.admission import check_optimizer
+from ds_zero.agreement import Agreement, agree
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
 from ds_zero.fetch_plan import plan_units
 from ds_zero.fetcher import Fetcher
-from ds_zero.layout import Cut, GroupLayout, ParameterInfo, plan_groups
+from ds_zero.intake import Intake, Terms
+from ds_zero.layout import Cut
 from ds_zero.policy import ShardPolicy
 from ds_zero.reducer import Reducer
-from ds_zero.shard_group import Piece, ReductionOptions, ShardGroup
+from ds_zero.shard_group import ReductionOptions, ShardGroup
 from ds_zero.state_access import register_owner, release_owner
 
 # Larger groups add nothing on the wire and cost memory; on a CPU, smaller ones stay in the cache.
@@ -104,7 +105,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             cut = Cut.NOWHERE
         elif config.round_robin_gradients:
             cut = Cut.ROUND_ROBIN
-        self._cut, self._parameter_dtype, self._master_dtype = cut, parameter_dtype, master_dtype
         predivide = float(comm.world) if prescale_gradients else gradient_predivide_factor
         self._options = ReductionOptions(
             reduce_scatter=config.reduce_scatter,
@@ -124,7 +124,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.notify: Callable[[bool], None] = lambda running: None
         """Told when a backward that nobody announced is first seen (True) and has ended (False)."""
         self._divisor = comm.world if average else 1
-        self._pool = BufferPool()
         self.reducer = Reducer(
             comm,
             bool(config.overlap_comm),
@@ -134,30 +133,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         if self.policy.gradients:
             self.reducer.most_in_flight = 2
-        self._names = {id(p): name for name, p in named_parameters}
-        self._frozen: list[ShardGroup] = []
         self.fetcher: Fetcher | None = None
         """Gathers parameters for use, in stage 3."""
         if self.policy.parameters and module is None:
             raise ValueError("stage 3 gathers parameters around their modules' forward: module is None; pass module=")
         if self.policy.parameters and module is not None and comm.world > 1:
             self.fetcher = self._make_fetcher(module)
-        self._waiting: list[tuple[int, nn.Parameter]] = []  # frozen so far, with their parameter group
-        self._past: dict[torch.Tensor, Any] = {}  # states that the optimizer had for them
-        listed = [(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
-        if not any(p.requires_grad for _, p in listed):
-            raise ValueError(
-                f"there is something to train: the optimizer lists {len(listed)} parameters and none requires "
-                "a gradient; pass model.parameters() as model_parameters, or unfreeze some"
-            )
-        self._check(listed)
-        for param_group in optimizer.param_groups:
-            param_group["params"] = []
-        self._past = dict(optimizer.state)
-        optimizer.state.clear()
-        self._waiting = listed
+        me = weakref.ref(self)
+
+        def register(parameter: nn.Parameter, group: int, slot: int) -> None:
+            if (alive := me()) is not None:
+                register_owner(parameter, alive, group, slot)
+
+        self._intake = Intake(
+            optimizer,
+            {id(p): name for name, p in named_parameters},
+            comm,
+            Terms(cut, self._most_elements(), parameter_dtype, master_dtype, self._options),
+            self.reducer,
+            self.fetcher,
+            dict(module.named_parameters()) if module is not None else {},
+            register,
+        )
         try:
-            self._admit()
+            self._intake.take_over()
         except BaseException:
             if self.fetcher is not None:
                 self.fetcher.close()
@@ -187,14 +186,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def frozen_groups(self) -> list[ShardGroup]:
         """In stage 3, the groups of what is not trained."""
-        return self._frozen
+        return self._intake.frozen
 
     def specs(self) -> list[ShardSpec]:
         """The pieces of parameters that this rank updates."""
         return [piece.spec for group in self.groups for piece in group.pieces]
-
-    def _check(self, listed: list[tuple[int, nn.Parameter]]) -> None:
-        check_parameters((self._names.get(id(p), "a parameter"), p) for _, p in listed if p.requires_grad)
 
     def _make_fetcher(self, module: nn.Module) -> Fetcher:
         config = self.config
@@ -204,83 +200,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             config.param_persistence_threshold,
             config.model_persistence_threshold,
         )
-        self._model = dict(module.named_parameters())
         self.reducer.paced = True
         fetcher = Fetcher(module, plan, config, self.reducer.complete)
         self.reducer.on_end = fetcher.end_backward
         return fetcher
 
-    def _admit(self) -> None:
-        """Takes in the waiting parameters that require a gradient; in stage 3, at first, the whole model."""
-        ready = [(i, p) for i, p in self._waiting if p.requires_grad]
-        if not ready:
-            return
-        self._waiting = [(i, p) for i, p in self._waiting if not p.requires_grad]
-        frozen: list[nn.Parameter] = []
-        if self.fetcher is not None:
-            thawed = {id(p) for _, p in ready}
-            if not self.groups:
-                frozen = [p for p in self._model.values() if id(p) not in thawed]
-            for group in [g for g in self._frozen if any(id(p) in thawed for p in g.parameters)]:
-                group.release()
-                self._frozen.remove(group)
-                frozen += [p for p in group.parameters if id(p) not in thawed]
-        self._check(ready)
-        self._adopt(ready, frozen)
-
-    def _adopt(self, trained: list[tuple[int, nn.Parameter]], frozen: list[nn.Parameter]) -> None:
-        """Lays parameters out in new shard groups and hands this rank's pieces of the trained to the optimizer."""
-        by_name = {}
-        infos = {True: [], False: []}  # type: dict[bool, list[ParameterInfo]]
-        units = self.fetcher.plan.unit_of() if self.fetcher is not None else {}
-        order = {identity: position for position, identity in enumerate(self._names)}
-        listed = [(i, p, True) for i, p in trained] + [(-1, p, False) for p in frozen]
-        for index, (param_group, parameter, trains) in enumerate(
-            sorted(listed, key=lambda each: order.get(id(each[1]), len(order)))
-        ):
-            name = self._names.get(id(parameter), f"parameter.{len(self.groups)}.{index}")
-            by_name[name] = parameter
-            dtype = (self._parameter_dtype if trains else None) or parameter.dtype
-            unit = units.get(name, 0)
-            infos[trains].append(ParameterInfo(name, tuple(parameter.shape), dtype, param_group, unit, trains))
-        most = min(
-            self.config.reduce_bucket_size,
-            self.config.allgather_bucket_size,
-            _MOST_ELEMENTS.get(trained[0][1].device.type, _MOST_ELEMENTS_ACCELERATOR),
-        )
+    def _most_elements(self) -> int:
+        """Of a group."""
         if not self.config.contiguous_gradients:
-            most = 1  # every parameter on its own
-        agree_on_parameters(infos[True] + infos[False], self.comm, trained[0][1].device)
-        for layout in plan_groups(infos[True], self.comm.world, most, self._cut, len(self.groups)):
-            group = self._lay_out(layout, by_name)
-            self.reducer.add(group)
-            for slot, parameter in enumerate(group.parameters):
-                register_owner(parameter, self, layout.index, slot)
-            for piece in group.pieces:
-                index = layout.slots[piece.slot].info.param_group
-                self.inner.param_groups[index]["params"].append(piece.tensor)
-                if state := self._past.get(group.parameters[piece.slot]):
-                    self.inner.state[piece.tensor] = {k: _cut_state(v, piece) for k, v in state.items()}
-        for layout in plan_groups(infos[False], self.comm.world, most, Cut.ANYWHERE) if infos[False] else ():
-            self._frozen.append(self._lay_out(layout, by_name))
-        for _, parameter in trained:
-            self._past.pop(parameter, None)
-        if self.fetcher is not None:
-            groups = [*self.groups, *self._frozen]
-            self.fetcher.assign(groups, {s.info.name: g for g in groups for s in g.layout.slots})
-
-    def _lay_out(self, layout: GroupLayout, by_name: dict[str, nn.Parameter]) -> ShardGroup:
-        low = layout.trained and layout.dtype in (torch.bfloat16, torch.float16)
-        sharded = self.fetcher is not None and not self.fetcher.plan.units[layout.unit].persistent
-        return ShardGroup(
-            layout,
-            [by_name[slot.info.name] for slot in layout.slots],
-            self.comm,
-            self._pool,
-            self._options,
-            self._master_dtype if low else None,
-            sharded,
-        )
+            return 1  # every parameter on its own
+        device = next((p.device.type for group in self.inner.param_groups for p in group["params"]), "cpu")
+        most = _MOST_ELEMENTS.get(device, _MOST_ELEMENTS_ACCELERATOR)
+        return min(self.config.reduce_bucket_size, self.config.allgather_bucket_size, most)
 
     def prepare(self) -> None:
         """Before a forward pass in training: takes in parameters that were frozen and require a gradient now.
@@ -289,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         by an exception has left is forgotten.
         """
         self.reducer.drop_stale()
-        self._admit()
+        self._intake.admit()
 
     def watch(self, outputs: Any) -> None:
         """After a forward pass in training: lets a plain backward of what it gave out be known as one."""
@@ -305,11 +236,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = [params] if isinstance(params, torch.Tensor) else list(params)
         index = len(self.inner.param_groups)
         listed: list[tuple[int, Any]] = [(index, p[1] if isinstance(p, tuple) else p) for p in given]
-        self._check(listed)
+        self._intake.check(listed)
         self.inner.add_param_group({**param_group, "params": given})  # torch checks them, and fills in defaults
         self.inner.param_groups[index]["params"] = []
-        self._waiting += listed
-        self._admit()
+        self._intake.add(listed)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Of the wrapped optimizer, whose states they are; the same for the three below."""
@@ -437,7 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Sharded parameters are gathered then: it stands inside `with GatheredParameters(...)`.
         """
-        for group in (*self.groups, *self._frozen):
+        for group in (*self.groups, *self.frozen_groups):
             group.adopt_gathered()
             if group.master is not group.shard:
                 group.master.copy_(group.shard)
@@ -451,19 +381,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer.close()
         if self.fetcher is not None:
             self.fetcher.close()
-        for group in (*self.groups, *self._frozen):
+        for group in (*self.groups, *self.frozen_groups):
             group.release()
             for parameter in group.parameters:
                 release_owner(parameter)
         for each in self.inner.param_groups:
             each["params"] = []
         self.inner.state.clear()
-        self.reducer.groups, self._frozen = [], []
-        self._pool.clear()
-
-
-def _cut_state(value: Any, piece: Piece) -> Any:
-    """The part of a client optimizer's existing state that goes with `piece`."""
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.spec.shape and value.dim() > 0:
-        return piece.spec.of(value).to(piece.tensor.dtype, copy=True).view(piece.tensor.shape)
-    return value
+        self.reducer.groups, self._intake.frozen = [], []
+        self._intake.pool.clear()

@@ -18,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_zero.errors import ZeroError
 from ds_zero.gathered import GatheredParameters
-from ds_zero.shard_group import Piece, ShardGroup
+from ds_zero.group_storage import Piece
+from ds_zero.shard_group import ShardGroup
 
 if TYPE_CHECKING:
     from ds_zero.sharded_optimizer import ShardedOptimizer
