@@ -225,8 +225,8 @@ def test_interrupted_it_prints_the_best_so_far(number: signal.Signals, scripts_d
         stderr=subprocess.PIPE,
         text=True,
         env=env,
-        # pytest itself may run under nohup, which the command would honour.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        # pytest itself may run under nohup or in a shell's background, which the command would honour.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         shown = ""

@@ -32,6 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": WIDTH * WIDTH},
         "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8},
     },
+    "stage 3, bf16": {
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 2 * WIDTH * WIDTH},
+        "bf16": {"enabled": True, "auto_cast": True},
+    },
 }
 
 
@@ -116,28 +120,30 @@ def test_a_leak_would_be_seen(ranks: Ranks) -> None:
         assert grown["resident"] > 8 * COPY_BYTES
 
 
-def hooks_after_cycles() -> list[int]:
+def hooks_after_cycles(stage: int) -> list[int]:
     """Hooks on a model's parameters after it went through an engine, three times over."""
     module = model()
     counts = []
     for _ in range(3):
-        once({"zero_optimization": {"stage": 2}}, module)
-        counts.append(sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()))
+        once({"zero_optimization": {"stage": stage}}, module)
+        count = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
+        counts.append(count + sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()))
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters()), "storage of its own"
     return counts
 
 
-def test_a_model_comes_out_as_it_went_in(ranks: Ranks) -> None:
-    assert ranks(2).run(hooks_after_cycles) == [[0, 0, 0]] * 2
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_comes_out_as_it_went_in(stage: int, ranks: Ranks) -> None:
+    assert ranks(2).run(hooks_after_cycles, stage) == [[0, 0, 0]] * 2
 
 
-def freed_without_collection() -> bool:
+def freed_without_collection(stage: int) -> bool:
     """A destroyed engine and its model go when the last name does, without waiting for the garbage collector."""
     once({})
     gc.collect()
     gc.disable()
     try:
-        engine = once({"zero_optimization": {"stage": 2}})
+        engine = once({"zero_optimization": {"stage": stage}})
         watched = weakref.ref(engine), weakref.ref(next(engine.module.parameters()))
         del engine
         return all(each() is None for each in watched)
@@ -145,5 +151,6 @@ def freed_without_collection() -> bool:
         gc.enable()
 
 
-def test_memory_goes_at_once(ranks: Ranks) -> None:
-    assert ranks(2).run(freed_without_collection) == [True, True]
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_memory_goes_at_once(stage: int, ranks: Ranks) -> None:
+    assert ranks(2).run(freed_without_collection, stage) == [True, True]

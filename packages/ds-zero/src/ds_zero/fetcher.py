@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from ds_comm import CommError
@@ -50,6 +49,20 @@ class _Running:
     @property
     def needed(self) -> list[GroupStorage]:
         return [group for group in (*self.own, *self.shared, *self.external) if group.sharded]
+
+
+class _Arrivals:
+    """Counts gradients of a call's inputs, backward by backward."""
+
+    def __init__(self, count: int):
+        self._count, self._seen, self._backward = count, 0, -1
+
+    def last(self) -> bool:
+        """One more is there; is it the last?"""
+        if self._backward != torch._C._current_graph_task_id():
+            self._backward, self._seen = torch._C._current_graph_task_id(), 0
+        self._seen += 1
+        return self._seen == self._count
 
 
 class Fetcher:
@@ -208,12 +221,15 @@ class Fetcher:
             running.open_ended = True
             return
         me = weakref.ref(self)
+        arrivals = _Arrivals(len(set(map(id, needing))))
 
-        def end(gradients: Any) -> None:
-            if (fetcher := me()) is not None:
+        # Not torch's register_multi_grad_hook: it holds the graph's nodes from their own hooks, for good.
+        def arrive(gradient: torch.Tensor) -> None:
+            if arrivals.last() and (fetcher := me()) is not None:
                 fetcher._end_backward(running)
 
-        register_multi_grad_hook(needing, end, mode="all")
+        for tensor in {id(t): t for t in needing}.values():
+            tensor.register_hook(arrive)
 
     def _end_backward(self, running: _Running) -> None:
         running.pending -= 1
@@ -254,7 +270,7 @@ class Fetcher:
         """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._units, self._groups, self._stack, self._loose = [], [], [], [], []
 
 
 def _weakly(fetcher: Fetcher, method: Callable[[Fetcher, GroupStorage], None]) -> Callable[[GroupStorage], None]:

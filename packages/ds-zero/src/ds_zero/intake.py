@@ -122,6 +122,11 @@ class Intake:
         self.check(ready)
         self._adopt(ready, frozen)
 
+    def close(self) -> None:
+        """Lets go of everything."""
+        self.frozen, self._waiting, self._model, self._past = [], [], {}, {}
+        self.pool.clear()
+
     def _adopt(self, trained: list[Listed], frozen: list[nn.Parameter]) -> None:
         reducer, terms, device = self._reducer, self._terms, trained[0][1].device
         infos, by_name = self._describe(trained, frozen)

@@ -388,5 +388,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for each in self.inner.param_groups:
             each["params"] = []
         self.inner.state.clear()
-        self.reducer.groups, self._intake.frozen = [], []
-        self._intake.pool.clear()
+        self.reducer.groups = []
+        self._intake.close()
