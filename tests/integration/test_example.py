@@ -128,7 +128,7 @@ def test_no_byte_sees_a_later_one() -> None:
     assert not torch.allclose(before[:, 10], after[:, 10])
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_short_run_learns_and_leaves_its_curves(tmp_path: Path, stage: int) -> None:
     out = tmp_path / "run"
     command = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, EXAMPLE / "train.py"]

@@ -13,7 +13,7 @@ from torch import nn
 import ds_zero
 from ds_comm import communicator
 from ds_zero import GatheredParameters, Init, ShardedOptimizer, ZeroConfig, ZeroError
-from ds_zero.covered import is_covered
+from ds_zero.covered import is_sharded
 from ds_zero.group_storage import group_of
 from testing import RankPool
 
@@ -59,7 +59,7 @@ def manners() -> dict[str, Any]:
     optimizer = _sharded(model)
     weight = model.blocks[1][0].weight
     found = {
-        "covered": is_covered(weight),
+        "covered": is_sharded(weight),
         "shape": tuple(weight.shape),
         "numel": sum(p.numel() for p in model.parameters()) == whole,
         "kind": isinstance(weight, nn.Parameter),
@@ -91,7 +91,7 @@ def manners() -> dict[str, Any]:
             messages.append(str(error))
     found["refused"] = messages
     optimizer.close()
-    found["after"] = (is_covered(weight), weight.sum().isfinite().item())
+    found["after"] = (is_sharded(weight), weight.sum().isfinite().item())
     return found
 
 
@@ -150,9 +150,9 @@ def gathered() -> dict[str, Any]:
         with torch.no_grad():
             found["taken"] = (weight.unique().tolist(), other.unique().tolist())
         found["copied"] = type(copy.deepcopy(model).blocks[0][0].weight).__name__
-    found["away"] = is_covered(weight) and is_covered(other)
+    found["away"] = is_sharded(weight) and is_sharded(other)
     with GatheredParameters(weight, enabled=False):
-        found["disabled"] = is_covered(weight)
+        found["disabled"] = is_sharded(weight)
     try:
         GatheredParameters(weight, modifier_rank=2)
     except ValueError as error:
@@ -203,8 +203,8 @@ def built(inside: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             """A class of the block."""
 
         defined = Defined(5, 5)
-    seen["covered"] = [is_covered(p) for p in (*model.parameters(), *defined.parameters())]
-    seen["after"] = is_covered(nn.Linear(5, 5).weight)
+    seen["covered"] = [is_sharded(p) for p in (*model.parameters(), *defined.parameters())]
+    seen["after"] = is_sharded(nn.Linear(5, 5).weight)
     seen["names"] = len(dict(model.named_parameters()))
     try:
         defined(torch.ones(1, 5))

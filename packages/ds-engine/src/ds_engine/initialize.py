@@ -18,7 +18,7 @@ from ds_engine.lr_schedules import build_scheduler, check_scheduler
 from ds_engine.optimizers import build_optimizer, elementwise
 from ds_engine.precision import LossScaler
 from ds_engine.progress import WallClock, log_to_stdout, logger, print_progress
-from ds_zero import Cut, ShardedOptimizer
+from ds_zero import Cut, ShardedOptimizer, is_sharded
 
 
 def initialize(
@@ -79,7 +79,7 @@ def initialize(
     batch = parsed.batch_sizes(comm.world)
     if parsed.dump_state and comm.rank == 0:
         logger.info("configuration: %s", parsed.model_dump_json(indent=2))
-    model.to(device)
+    _place(model, device)
     parameter_dtype = _parameter_dtype(model, parsed)
     _check_scheduler(lr_scheduler, parsed)  # before anything is changed
     inner = _optimizer(optimizer, model, model_parameters, parsed, parsed.precision.masters or parameter_dtype)
@@ -164,6 +164,20 @@ def _data_parallel(mpu: Any, device: torch.device) -> Communicator:
     return communicator(mesh["dp"].get_group())
 
 
+def _place(model: nn.Module, device: torch.device) -> None:
+    """Moves the model to the device; what zero.Init has sharded is there already."""
+    if not any(map(is_sharded, model.parameters())):
+        model.to(device)
+        return
+    for parameter in model.parameters():
+        if not is_sharded(parameter):
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
 def _parameter_dtype(model: nn.Module, config: Config) -> torch.dtype | None:
     """What the configuration gives parameters; None where it leaves them, or they are of several dtypes already."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -174,9 +188,15 @@ def _cast(model: nn.Module, dtype: torch.dtype, optimizer: torch.optim.Optimizer
     """Gives the model its low precision, but for what the optimizer trains: masters want those digits first."""
     groups = [] if optimizer is None else optimizer.param_groups
     trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and id(parameter) not in trained:
-            parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or id(parameter) in trained or parameter.dtype is dtype:
+            continue
+        if is_sharded(parameter):
+            raise ConfigError(
+                f"what zero.Init has built has its precision: {name!r} is {parameter.dtype} and the configuration "
+                f"asks for {dtype}; give the configuration to zero.Init too: config_dict_or_path="
+            )
+        parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():

@@ -1,6 +1,7 @@
 """ds-zero: optimizer states, gradients and parameters shared out over data-parallel ranks."""
 
 from ds_zero.config import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from ds_zero.covered import is_sharded
 from ds_zero.errors import ZeroError
 from ds_zero.estimate import (
     MemoryEstimate,
@@ -66,6 +67,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "get_z3_leaf_modules",
+    "is_sharded",
     "plan_groups",
     "plan_units",
     "register_external_parameter",

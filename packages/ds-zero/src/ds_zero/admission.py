@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ds_zero.covered import is_covered
+from ds_zero.covered import is_sharded
 from ds_zero.errors import ZeroError
 from ds_zero.state_access import is_held
 
@@ -58,7 +58,7 @@ def check_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_memory(named: list[tuple[str, nn.Parameter]]) -> None:
-    placed = [(n, p) for n, p in named if p.is_contiguous() and not is_covered(p)]
+    placed = [(n, p) for n, p in named if p.is_contiguous() and not is_sharded(p)]
     whole = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in placed]
     whole = sorted(each for each in whole if each[0] < each[1])
     for (_, stop, first), (start, _, second) in itertools.pairwise(whole):

@@ -61,11 +61,11 @@ def _covered(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         if func in _harmless():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        covered = [each for each in tree_leaves((args, kwargs)) if is_covered(each)]
+        covered = [each for each in tree_leaves((args, kwargs)) if is_sharded(each)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _no_graph()):
             for each in covered:
                 touch(each)
-        if not any(map(is_covered, covered)):
+        if not any(map(is_sharded, covered)):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # lent, and watched
             return func(*args, **kwargs)
@@ -104,7 +104,7 @@ def touch(parameter: nn.Parameter) -> None:
         tell()
 
 
-def is_covered(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """It is a parameter whose values are sharded now."""
     return isinstance(value, nn.Parameter) and "_uncovered" in vars(type(value))
 
@@ -112,11 +112,11 @@ def is_covered(value: Any) -> bool:
 def cover(parameter: nn.Parameter, touch: Touch) -> None:
     """From here on `touch` (a bound method, kept weakly) is called before the parameter's values are used."""
     _touches[parameter] = weakref.WeakMethod(touch)
-    if not is_covered(parameter):
+    if not is_sharded(parameter):
         parameter.__class__ = _covered(type(parameter))
 
 
 def uncover(parameter: nn.Parameter) -> None:
     """It has its values again."""
-    if is_covered(parameter):
+    if is_sharded(parameter):
         parameter.__class__ = type(parameter)._uncovered  # type: ignore[attr-defined]
