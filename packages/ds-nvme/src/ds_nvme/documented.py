@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ds_nvme.errors import NvmeError
 from ds_nvme.files import Path
 from ds_nvme.locked import LockedTensors
 from ds_nvme.operation import Operation
@@ -95,8 +96,10 @@ class Documented(ABC):
         operations, self._unwaited = self._unwaited, []
         errors = [error for operation in operations if (error := operation.exception()) is not None]
         if errors:
-            errors[0].others = tuple(errors[1:])  # type: ignore[attr-defined]
-            raise errors[0]
+            first, *others = errors
+            if isinstance(first, NvmeError):
+                first.others = tuple(others)
+            raise first
         return len(operations)
 
     def new_cpu_locked_tensor(self, num_elements: int, like: Any) -> Any:

@@ -9,6 +9,7 @@ Source: DeepSpeed API reference 5.1.5 and 5.1.6.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -226,7 +227,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         owner.optimizer.reducer.used.add(owner.key)
 
 
-def _assemble(owner: _Owner, param: nn.Parameter, read) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _assemble(owner: _Owner, param: nn.Parameter, read: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
     """All ranks' pieces together. Where one has none to give, every rank raises, and none is left waiting."""
     full = torch.zeros(param.numel() + 1, device=param.device)  # the last counts the ranks that have nothing
     missing: ZeroError | None = None
@@ -248,7 +249,7 @@ def _assemble(owner: _Owner, param: nn.Parameter, read) -> torch.Tensor:  # type
     return full[:-1].view(param.shape)
 
 
-def _local(param: nn.Parameter, read) -> torch.Tensor | None:  # type: ignore[no-untyped-def]
+def _local(param: nn.Parameter, read: Callable[[_Owner, Piece], torch.Tensor | None]) -> torch.Tensor | None:
     owner = _owner(param)
     if owner is None or not owner.pieces:
         return None
