@@ -123,3 +123,25 @@ def evaluated() -> tuple[bool, int]:
 
 def test_evaluation(ranks: Ranks) -> None:
     assert ranks(2).run(evaluated) == [(True, 0), (True, 0)]
+
+
+def compiled(how: str) -> bool:
+    """On a rank: an engine over a model, or blocks of it, that torch.compile traces, learns what another learns."""
+    results = []
+    for trace in (False, True):
+        torch.manual_seed(3)
+        model = Model()
+        for module in ([model] if how == "the model" else model.blocks) if trace else ():
+            module.compile(backend="aot_eager")
+        engine, *_ = ds_engine.initialize(model=model, config=CONFIG)
+        for step in range(2):
+            engine.backward(engine(torch.full((2, 6), 0.1 * (step + 1))).square().mean())
+            engine.step()
+        results.append(engine.state_dict())
+        engine.destroy()
+    return all(torch.allclose(value, results[1][name], rtol=1e-6) for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("how", ["the model", "its blocks"])
+def test_compiled(how: str, ranks: Ranks) -> None:
+    assert ranks(2).run(compiled, how) == [True, True]

@@ -86,8 +86,9 @@ class Fetcher:
         self._groups: list[ShardGroup] = []
         self._hooks: list[Any] = []
         modules = dict(model.named_modules())
+        compiled = any(module._compiled_call_impl is not None for module in model.modules())
         for running in self._units:
-            self._watch(modules[running.unit.module], running)
+            self._watch(modules[running.unit.module], running, compiled)
 
     def assign(self, groups: Iterable[ShardGroup], by_name: dict[str, ShardGroup]) -> None:
         """Says which groups hold the units' parameters.
@@ -105,7 +106,7 @@ class Fetcher:
         for group in self._groups:
             group.on_touch, group.on_graph = _weakly(self, Fetcher._touch), _weakly(self, Fetcher._keep)
 
-    def _watch(self, module: nn.Module, running: _Running) -> None:
+    def _watch(self, module: nn.Module, running: _Running, compiled: bool) -> None:
         me = weakref.ref(self)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -116,6 +117,8 @@ class Fetcher:
             if (fetcher := me()) is not None:
                 fetcher._leave(running, outputs)
 
+        if compiled:  # a gather is nothing to trace
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
