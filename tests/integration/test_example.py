@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,13 @@ def load_module(name: str) -> ModuleType:
 
 data = load_module("data")
 model = load_module("model")
+
+
+def free_port() -> int:
+    """A port at which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -131,8 +139,21 @@ def test_no_byte_sees_a_later_one() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_short_run_learns_and_leaves_its_curves(tmp_path: Path, stage: int) -> None:
     out = tmp_path / "run"
-    command = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, EXAMPLE / "train.py"]
-    command += ["--zero", stage, "--steps", 16, "--evaluate-every", 8, "--held-out-batches", 1, "--out", out]
+    # A port of its own: jobs that start at the same time all find the default one free.
+    command = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
+    command += [
+        EXAMPLE / "train.py",
+        "--zero",
+        stage,
+        "--steps",
+        16,
+        "--evaluate-every",
+        8,
+        "--held-out-batches",
+        1,
+        "--out",
+        out,
+    ]
     command += ["--width", 64, "--layers", 1, "--heads", 2, "--context", 64, "--max-bytes", 1_000_000]
     command += ["--sample-bytes", 40]
     done = subprocess.run(

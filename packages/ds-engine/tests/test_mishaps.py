@@ -139,6 +139,7 @@ def test_a_time_limit_that_comes_too_late_is_said(start: Start, caplog: pytest.L
         ({"lr": "auto"}, "lr of optimizer Adam is a number, got 'auto': fill it in"),
         ({"weight_decay": "auto"}, "weight_decay of optimizer Adam is a number, got 'auto'"),
         ({"betas": "auto"}, "betas of optimizer Adam is a list of numbers, got 'auto'"),
+        ({"betas": 0.9}, "betas of optimizer Adam is a list of numbers, got 0.9: write [a, b]"),
     ],
 )
 def test_text_for_a_number(params: dict[str, Any], message: str, start: Start) -> None:

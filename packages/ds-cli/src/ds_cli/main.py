@@ -33,7 +33,7 @@ def ds(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Train, checkpoint and measure large PyTorch models from the shell."""
+    """Launch training and measure drives from the shell."""
 
 
 launch.register(app)

@@ -22,6 +22,9 @@ from ds_engine.progress import logger
 from ds_engine.scaling import CARRIED
 from ds_zero import GatheredParameters, ShardedOptimizer
 
+_LATER = {"save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model", "eigenvalue", "flops_profiler"}
+"""Documented names that later versions bring."""
+
 
 def _closed() -> NoReturn:
     raise EngineError("an engine works until it is destroyed: destroy() was called; call initialize() again")
@@ -361,6 +364,8 @@ class Engine(Getters, nn.Module):
             modules = self.__dict__.get("_modules", {})
             if "module" in modules and hasattr(modules["module"], name):
                 return getattr(modules["module"], name)
+            if name in _LATER:
+                raise AttributeError(f"engine.{name} is documented but not available in this version") from None
             raise AttributeError(
                 f"neither the engine nor its model ({type(modules.get('module')).__name__}) has {name!r}"
             ) from None

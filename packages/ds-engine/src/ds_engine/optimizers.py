@@ -189,9 +189,12 @@ def _check_numbers(name: str, kind: OptimizerType, params: Mapping[str, Any]) ->
     """Text where a number belongs, as JSON from shell scripts and templates has it."""
     for key, default in inspect.signature(kind.__init__).parameters.items():
         value = params.get(key)
-        if isinstance(value, str) and isinstance(default.default, int | float | tuple):
-            mend = "fill it in (Hugging Face's integration does)" if value == "auto" else "write it without quotes"
-            wanted = "a list of numbers" if isinstance(default.default, tuple) else "a number"
+        is_list = isinstance(default.default, tuple)
+        text = isinstance(value, str) and isinstance(default.default, int | float | tuple)
+        if text or (is_list and isinstance(value, int | float)):
+            mend = "write it without quotes" if text else "write [a, b]"
+            mend = "fill it in (Hugging Face's integration does)" if value == "auto" else mend
+            wanted = "a list of numbers" if is_list else "a number"
             raise ValueError(f"{key} of optimizer {name} is {wanted}, got {value!r}: {mend}")
 
 

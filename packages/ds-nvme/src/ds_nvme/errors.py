@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 
 class NvmeError(Exception):
@@ -79,6 +80,11 @@ class FileError(NvmeError, OSError):
         super().__init__(code, f"{os.strerror(code)}{where}{'; ' if hint else ''}{hint}", path)
         self.path = path
         self.offset = offset
+        self._made_of: tuple[Any, ...] = (code, path, offset, hint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What it was made of, so that it comes whole out of another process."""
+        return type(self), self._made_of
 
 
 class MissingFileError(FileError, FileNotFoundError):
@@ -114,6 +120,7 @@ class TruncatedFileError(FileError, EOFError):
         self.path = path
         self.offset = offset
         self.size = size
+        self._made_of = (path, offset, nbytes, size)
 
 
 _KINDS: dict[int, tuple[type[FileError], str]] = {

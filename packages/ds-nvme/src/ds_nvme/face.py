@@ -107,7 +107,10 @@ class Handle(Documented):
         Tensors of `new_cpu_locked_tensor` stay valid, no longer locked. Further calls do nothing.
         """
         with self._gate:  # no operation begins between its check that the handle is open and this
-            self._finalizer()
+            closing = self._finalizer.detach()
+        if closing is not None:  # outside the gate: a callback that starts a transfer must get its answer
+            _, close, (process, ends), _ = closing
+            close(process, ends)
 
     def plan(self, buffer: Any, filename: Path, file_offset: int = 0, *, write: bool = False) -> TransferPlan:
         """What `start_read` or `start_write` would do, without doing it. The file must exist."""

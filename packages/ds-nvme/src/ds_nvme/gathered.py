@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
-from ds_nvme.operation import Operation, awaited
+from ds_nvme.operation import Operation, awaited, run_callbacks
 
 T = TypeVar("T")
 
@@ -81,5 +81,4 @@ class Gathered(Generic[T]):
         with self._lock:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
+        run_callbacks(self, callbacks)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ds_nvme.errors import CancelledTransferError, NvmeError, VerifyError
+from ds_nvme.errors import CancelledTransferError, NvmeError, VerifyError, file_error
 from ds_nvme.files import OpenFile
 from ds_nvme.memory import Memory
 from ds_nvme.native import libc
@@ -40,6 +40,18 @@ def awaited(ending: Any) -> Generator[Any, None, None]:
 
     ending.add_done_callback(ended)
     yield from future
+
+
+_Ended = TypeVar("_Ended")
+
+
+def run_callbacks(ended: _Ended, callbacks: list[Callable[[_Ended], object]]) -> None:
+    """Calls each with what has ended. What one raises is shown, and reaches neither the others nor the thread."""
+    for callback in callbacks:
+        try:
+            callback(ended)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
 
 
 class Operation(Task):
@@ -135,17 +147,16 @@ class Operation(Task):
                 self._verify()
             except NvmeError as error:
                 self.fail(error)
-        self.file.close()
+        try:
+            self.file.close()
+        except OSError as error:  # where filesystems over a network tell late what became of a write
+            self.fail(file_error(error.errno or 0, self.path))
         self.view.release()
         IN_FLIGHT.leave(self._region)
         with self._lock:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:
-                sys.excepthook(*sys.exc_info())
+        run_callbacks(self, callbacks)
 
     def _verify(self) -> None:
         file = OpenFile(self.path, write=False)

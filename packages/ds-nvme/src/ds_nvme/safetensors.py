@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -136,7 +137,9 @@ def save_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)  # the format allows it; tensors then begin on a page
     head = bytearray(struct.pack("<Q", len(text)) + text)
-    draft = f"{path}.{os.getpid()}.draft"
+    # A name of its own: what a killed save has left is never written into. Short, as names have a limit.
+    made, draft = tempfile.mkstemp(".draft", dir=os.path.dirname(path) or ".")
+    os.close(made)
     try:
         with _borrowed(handle) as ours:
             _write(ours, draft, head, views)

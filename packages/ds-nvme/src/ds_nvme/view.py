@@ -50,6 +50,12 @@ class View:
                 f"a buffer is contiguous memory{', and writable where a file is read into it' if writable else ''}: "
                 f"got {type(buffer).__name__} ({error}); pass a contiguous array, bytearray, memoryview or tensor"
             ) from error
+        if getattr(getattr(buffer, "dtype", None), "hasobject", False):
+            exported.release()
+            raise InvalidBufferError(
+                f"a file holds values: got an array of Python objects ({buffer.dtype}), which are addresses; "
+                "convert it to numbers"
+            )
         self.address, self.nbytes, self._owner = exported.address, exported.nbytes, exported
 
     def _view_tensor(self, tensor: Any) -> None:
@@ -74,7 +80,7 @@ class View:
             self._view_device(TorchBuffer(tensor), tensor)
             return
         self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        self._owner = tensor
+        self._owner = tensor.detach()  # of the same memory also where the caller's tensor is given other
 
     def _view_device(self, device: DeviceBuffer, owner: Any) -> None:
         self.address, self.nbytes = device.address, device.nbytes
