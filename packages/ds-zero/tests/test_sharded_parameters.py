@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -274,3 +275,24 @@ def _without_module() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def dropped() -> list[str]:
+    """On a rank: what a model says whose optimizer was dropped, and not closed."""
+    model = _net()
+    optimizer = _sharded(model)
+    _step(model, optimizer)
+    del optimizer
+    gc.collect()
+    messages = []
+    for use in (lambda: model.head.weight.sum(), lambda: model(torch.ones(2, 6))):
+        try:
+            use()
+        except ZeroError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_values_that_went_with_their_optimizer_are_not_read(ranks: Ranks) -> None:
+    for messages in ranks(2).run(dropped):
+        assert len(messages) == 2 and all("is gone; keep it" in message for message in messages)

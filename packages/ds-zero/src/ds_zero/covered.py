@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-Touch = Callable[[], None]
+from ds_zero.errors import ZeroError
+
+Touch = Callable[[nn.Parameter], None]
 
 # What to call when a covered parameter's values are wanted: a weak method of its group.
 _touches: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -67,6 +69,8 @@ def _covered(kind: type[nn.Parameter]) -> type[nn.Parameter]:
                 touch(each)
         if not any(map(is_sharded, covered)):
             return func(*args, **kwargs)
+        for each in covered:
+            _check_present(each)
         with torch._C.DisableTorchFunctionSubclass():  # lent, and watched
             return func(*args, **kwargs)
 
@@ -99,9 +103,18 @@ def _no_graph() -> frozenset[Any]:
 
 def touch(parameter: nn.Parameter) -> None:
     """Tells whoever covered a parameter that its values are wanted: with grad mode on, for a graph."""
-    reference = _touches.get(parameter)
-    if reference is not None and (tell := reference()) is not None:
-        tell()
+    if (tell := _touches[parameter]()) is not None:
+        tell(parameter)
+
+
+def _check_present(parameter: nn.Parameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        lost = parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0
+    if lost:
+        raise ZeroError(
+            f"a sharded parameter's values are with the optimizer that shards it: the one of this, of shape "
+            f"{tuple(parameter.shape)}, is gone; keep it (or its engine), and close it when you are done"
+        )
 
 
 def is_sharded(value: Any) -> bool:

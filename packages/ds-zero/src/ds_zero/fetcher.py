@@ -24,7 +24,7 @@ from ds_comm import CommError
 from ds_zero.config import ZeroConfig
 from ds_zero.errors import ZeroError
 from ds_zero.fetch_plan import FetchPlan, Unit
-from ds_zero.group_storage import GroupStorage
+from ds_zero.group_storage import GroupStorage, refuse
 from ds_zero.shard_group import ShardGroup
 
 
@@ -161,7 +161,7 @@ class Fetcher:
         live = sum(group.layout.numel for group in self._groups if group.gathered)
         return distance <= self._config.max_reuse_distance and live <= self._config.max_live_parameters
 
-    def _touch(self, group: GroupStorage) -> None:
+    def _touch(self, group: GroupStorage, parameter: nn.Parameter) -> None:
         """A sharded parameter is used: by the unit whose forward runs, or in backward."""
         if self._stack:
             running = self._stack[-1]
@@ -172,12 +172,7 @@ class Fetcher:
         elif _in_backward():
             self._keep(group)
         else:
-            names = ", ".join(repr(slot.info.name) for slot in group.layout.slots[:4])
-            raise ZeroError(
-                f"a sharded parameter has its values inside forward and backward only: one of {names} was used "
-                "outside; use it inside `with ds_zero.GatheredParameters([parameter]):`, and give modifier_rank=0 "
-                "to write it"
-            )
+            refuse(group, parameter)
 
     def _keep(self, group: GroupStorage) -> None:
         """Until backward has ended."""
@@ -261,14 +256,6 @@ class Fetcher:
             group.drop()
         self._loose = []
 
-    def reset(self) -> None:
-        """Frees everything: a forward or a backward was broken off, or the values are new."""
-        self._stack, self._trace, self._loose, self._twice = [], [], [], False
-        for running in self._units:
-            running.entered, running.kept, running.pending, running.open_ended = [], [], 0, False
-        for group in self._groups:
-            group.free()
-
     def close(self) -> None:
         """Takes the hooks off."""
         for hook in self._hooks:
@@ -276,12 +263,12 @@ class Fetcher:
         self._hooks, self._units, self._groups, self._stack, self._loose = [], [], [], [], []
 
 
-def _weakly(fetcher: Fetcher, method: Callable[[Fetcher, GroupStorage], None]) -> Callable[[GroupStorage], None]:
+def _weakly(fetcher: Fetcher, method: Callable[..., None]) -> Callable[..., None]:
     me = weakref.ref(fetcher)
 
-    def call(group: GroupStorage) -> None:
+    def call(*args: Any) -> None:
         if (alive := me()) is not None:
-            method(alive, group)
+            method(alive, *args)
 
     return call
 

@@ -96,35 +96,25 @@ class GroupStorage:
         self._note()
         self.pieces = [self._piece(slot, spec, start) for slot, spec in layout.specs(comm.rank)]
         self.gathered = True
-        self.on_touch: Callable[[GroupStorage], None] = _refuse
+        self.on_touch: Callable[[GroupStorage, nn.Parameter], None] = refuse
         """Called when a parameter is used while it is sharded: gathers it, or raises."""
         self.on_graph: Callable[[GroupStorage], None] = lambda group: None
         """Called when a graph has parameters that were lent: holds them until backward has ended."""
         self.in_graph = False
         """What was lent was used with grad mode on, on this rank."""
         self._holds = self._lent = 0
-        self._arriving: Work | None = None
         if self.sharded:
             self._free()
 
     # Sharded parameters
-
-    def begin_gather(self) -> None:
-        """Starts to bring the values to every rank, where they are not there. Collective."""
-        if self.gathered or self._arriving is not None:
-            return
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        self._arriving = self.collect_shards(async_op=True)
 
     def hold(self) -> None:
         """Gathers the values, if they are not there, and keeps them until as many calls of `drop`. Collective."""
         self._holds += 1
         if self.gathered:
             return
-        self.begin_gather()
-        work, self._arriving = self._arriving, None
-        if work is not None:
-            work.wait()
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self._collect_shards(async_op=False)
         self.gathered = True
         for parameter in self.parameters:
             uncover(parameter)
@@ -163,15 +153,12 @@ class GroupStorage:
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in going]
         self.drop()
 
-    def _note_graph(self) -> None:
+    def _note_graph(self, parameter: nn.Parameter) -> None:
         self.in_graph |= torch.is_grad_enabled()
 
     def free(self) -> None:
         """Leaves only this rank's shard, whoever holds the values."""
         self._holds = 0
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving, self.gathered = None, True
         if self.sharded and self.gathered:
             self._free()
 
@@ -181,11 +168,16 @@ class GroupStorage:
         self.flat.untyped_storage().resize_(0)
         self.gathered = False
 
-    def _touched(self) -> None:
-        self.on_touch(self)
+    def _touched(self, parameter: nn.Parameter) -> None:
+        self.on_touch(self, parameter)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """A parameter's name."""
+        number = next(number for number, each in enumerate(self.parameters) if each is parameter)
+        return self.layout.slots[number].info.name
 
     @torch.no_grad()
-    def collect_shards(self, async_op: bool) -> Work | None:
+    def _collect_shards(self, async_op: bool) -> Work | None:
         """Every rank's shard into `flat`."""
         assert self.layout.splits is not None
         if self._all_gather:
@@ -288,7 +280,7 @@ class GroupStorage:
         self._note()
         if self.layout.splits is None or self.comm.world == 1:
             return None
-        return self.collect_shards(async_op)
+        return self._collect_shards(async_op)
 
     def release(self) -> None:
         """Gives the parameters storage of their own again. Collective where they are sharded."""
@@ -300,9 +292,9 @@ class GroupStorage:
             parameter.data = parameter.data.clone()
 
 
-def _refuse(group: GroupStorage) -> None:
-    names = ", ".join(repr(slot.info.name) for slot in group.layout.slots[:4])
+def refuse(group: GroupStorage, parameter: nn.Parameter) -> None:
+    """Raises: a sharded parameter was used where nothing gathers it."""
     raise ZeroError(
-        f"a sharded parameter has its values inside forward and backward only: one of {names} was used outside; "
-        "use it inside `with ds_zero.GatheredParameters([parameter], modifier_rank=...)`"
+        f"a sharded parameter has its values inside forward and backward only: {group.name_of(parameter)!r} was used "
+        "outside; use it inside `with ds_zero.GatheredParameters([parameter]):`, and give modifier_rank=0 to write it"
     )

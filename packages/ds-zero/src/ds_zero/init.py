@@ -195,14 +195,14 @@ class Init:
             group.drop()
 
 
-def _touch(group: GroupStorage) -> None:
+def _touch(group: GroupStorage, parameter: nn.Parameter) -> None:
     if Init._active is not None:
         Init._active._write(group)
         return
-    names = ", ".join(repr(slot.info.name) for slot in group.layout.slots)
     raise ZeroError(
-        f"what zero.Init has built computes inside an engine: one of {names} of a module was used before; call "
-        "ds_engine.initialize() first, or use it inside `with ds_zero.GatheredParameters(module, modifier_rank=0):`"
+        f"what zero.Init has built computes inside an engine: {group.name_of(parameter)!r} of a module was used "
+        "before; call ds_engine.initialize() first, or use it inside "
+        "`with ds_zero.GatheredParameters(module, modifier_rank=0):`"
     )
 
 

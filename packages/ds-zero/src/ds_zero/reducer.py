@@ -164,7 +164,6 @@ class Reducer:
         if self._comm.world == 1:
             return
         me = weakref.ref(self)
-        # A paced reducer needs to know of backwards in which no parameter gets a gradient.
 
         def arrive(gradient: torch.Tensor) -> None:
             if (reducer := me()) is not None and not reducer._held:
@@ -246,9 +245,9 @@ class Reducer:
             if not self._open:  # no gradient came; the other ranks may have some
                 self._begin()
             self.close_round()
-            self.on_end()
         finally:
             self._held = False
+            self.on_end()
 
     def close_round(self) -> None:
         """Ends the round: sends what is left, in order. Without a round, nothing."""
